@@ -95,6 +95,25 @@ def test_a_request_is_routed_by_the_prompt_that_rules_leave(tmp_path: Path) -> N
     assert tokens("t=5;Hi", "agent/1") == tokens("Hi", "agent/1") != tokens("t=5;Hi", "other")
 
 
+def test_rules_of_a_tenant_route_its_requests_and_the_front_remembers_none(tmp_path: Path) -> None:
+    rules, tenants = tmp_path / "rules.toml", tmp_path / "tenants.toml"
+    tenants.write_text('[tenants.research]\napi_key = "one"\n[tenants.sales]\napi_key = "two"\n')
+    match = "match = 't=(?P<value>\\d+);'\nexample = 't=1;'\n"
+    rules.write_text(f"[[rule]]\nname = 'x'\naction = 'move'\ntenants = ['research']\nnote = '<{{value}}>'\n{match}")
+    config = FleetConfig(server=ServerConfig(prompt_rules=(str(rules),), tenants=tenants))
+    reading = Reading(config, FakeTokenizer(), "fake", 4096)  # type: ignore[arg-type]
+
+    def text(key: str, *users: str) -> str:
+        said = [{"role": "system", "content": "t=5;"}, *({"role": "user", "content": each} for each in users)]
+        headers = Headers({"authorization": f"Bearer {key}"})
+        prompt = reading.read("/v1/chat/completions", headers, json.dumps({"model": "fake", "messages": said}).encode())
+        assert prompt is not None
+        return FakeTokenizer().decode(prompt.tokens)
+
+    assert "<5>" in text("one", "q") and "<5>" not in text("two", "q")
+    assert "q<5>" not in (later := text("one", "q", "r")) and "r<5>" in later
+
+
 def calls(made: Front, use: Callable[[httpx.AsyncClient], Any]) -> Any:
     async def run() -> Any:
         transport = httpx.ASGITransport(made)

@@ -256,6 +256,12 @@ def test_notes_are_those_of_one_conversation(rules: Sequence[Rule]) -> None:
         assert at == (["messages[1]"] if known else ["messages[3]"]), fields
 
 
+def test_a_request_without_rules_is_the_same_object(rules: Sequence[Rule]) -> None:
+    body = BODIES["text"][1]
+    assert rewritten_body(rules, body).body is not body
+    assert rewritten_body(rules, left_out := {**body, "prompt_rules": False}).body is left_out
+
+
 def test_a_rule_of_another_route_changes_nothing(tmp_path: Path) -> None:
     path = tmp_path / "rules.toml"
     path.write_text(RULES.partition('[[rule]]\nname = "line"')[0] + 'routes = ["/v1/messages"]\n')

@@ -285,6 +285,23 @@ def test_bodies_are_replayed_as_they_came_and_as_rules_leave_them(
     assert shown.err.count("Tokens are bytes") == 1 and "Rules changed 30 of 30 requests: clock 30 times." in shown.err
 
 
+def test_notes_of_earlier_turns_are_replayed(tmp_path: Path) -> None:
+    (tmp_path / "rules.toml").write_text(RULES)
+    rewrites = Rewrites([str(tmp_path / "rules.toml")])
+
+    def turn(*said: str) -> list[str]:
+        roles = ("user", "assistant", "user")
+        messages = [{"role": role, "content": text} for role, text in zip(roles, said, strict=False)]
+        body = rewrites({"system": "It is 12:30.", "max_tokens": 1, "messages": messages}, "/v1/messages")
+        return [message["content"] for message in body["messages"]]
+
+    [first] = turn("q")
+    assert first.startswith("q\n\n[It is 12:30")
+    assert turn("q", "a", "r") == [first, "a", "r"]
+    rewrites({"messages": [{"role": "user", "content": "It is 12:30."}]}, None)
+    assert rewrites.said == "Rules changed 2 of 3 requests: clock 2 times."
+
+
 def test_rules_need_bodies_of_requests(
     bodies: Path, trace: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -336,6 +336,43 @@ def test_rules_for_a_client_count_its_tokens(tmp_path: Path) -> None:
     assert counts[0] - counts[1] == len(NOTE) - len("12:30:59")
 
 
+def test_rules_for_a_tenant_count_its_tokens(tmp_path: Path) -> None:
+    tenants = tmp_path / "tenants.toml"
+    tenants.write_text('[tenants.research]\napi_key = "one"\n[tenants.sales]\napi_key = "two"\n')
+    rules = RULES.partition("\n\n")[0].replace("action", 'tenants = ["research"]\naction') + "\n"
+    served = Served(tmp_path, rules, tenants=tenants)
+    counts = [
+        served.send("/tokenize", chat(SYSTEM, ASK), authorization=f"Bearer {key}")["count"] for key in ("one", "two")
+    ]
+    assert counts[0] - counts[1] == len(NOTE) - len("12:30:59")
+
+
+def test_pages_are_read_ahead_for_the_client_that_asks(tmp_path: Path) -> None:
+    served = Served(tmp_path, RULES.partition("\n\n")[0].replace("action", 'clients = ["agent/*"]\naction') + "\n")
+    app: Any = served.client.app
+    for agent, moved in (("agent/1", True), ("other", False)):
+        body = json.dumps(chat(SYSTEM, ASK)).encode()
+        app.state.generating.ahead("/v1/chat/completions", Headers({"user-agent": agent}), body)()
+        assert (NOTE in served.engine.tokenizer.decode(served.engine.advised[-1][1])) == moved
+
+
+def test_a_chat_is_removed_and_advised_on_as_it_is_computed_and_as_it_came(tmp_path: Path) -> None:
+    tenants = tmp_path / "tenants.toml"
+    tenants.write_text('[tenants.research]\ncache_salt = "s"\n')
+    rules = RULES.partition("\n\n")[0].replace("action", 'tenants = ["research"]\naction') + "\n"
+    served = Served(tmp_path, rules, tenants=tenants)
+    head, moved = [_turn("system", SYSTEM), _turn("user", ASK)], SYSTEM.replace("12:30:59", "")
+    for salt in ("s", "t"):
+        named = {"model": "scripted", "messages": head, "cache_salt": salt}
+        served.send("/v1/cache/remove", named)
+        served.send("/v1/cache/hints", {**named, "action": "prefetch"})
+    decode = served.engine.tokenizer.decode
+    texts = [decode(tokens) for tokens, _ in served.engine.removed]
+    assert texts == [decode(tokens) for _, tokens, *_ in served.engine.advised]
+    assert [(moved in text, SYSTEM in text) for text in texts] == [(True, False), (False, True), (False, True)]
+    assert not any("moved here" in text for text in texts)  # later turns may go on from there
+
+
 def test_a_schema_that_is_nested_too_deeply_is_a_bad_request(tmp_path: Path) -> None:
     served = Served(tmp_path, RULES.replace('["tools"]', '["tools", "keys"]'))
     nested: Any = {}
@@ -389,6 +426,8 @@ def test_explanations_say_it(tmp_path: Path) -> None:
     served.client = TestClient(create_app(served.engine, ServerConfig(prompt_rules=(str(tmp_path / "rules.toml"),))))  # type: ignore[arg-type]
     said = served.send("/v1/cache/explain?route=/v1/chat/completions", chat(SYSTEM, ASK))
     assert said["prompt_rewrites"] == SAID
+    id = served.send("/v1/chat/completions", chat(SYSTEM, ASK))["id"]
+    assert served.client.get(f"/v1/cache/explain/{id}").json()["prompt_rewrites"] == SAID
     assert "prompt_rewrites" not in served.send("/v1/cache/explain?route=/v1/chat/completions", chat(CLEAN, ASK))
 
 

@@ -20,7 +20,7 @@ from mainstem.runtime.text.prompts import ANSWER, Prompts, Template
 from mainstem.server.app import create_app
 from mainstem.server.kept.answers import Answers, Turn
 from mainstem.server.kept.precompute import Precompute
-from mainstem.server.parsing.output import Call, OutputParser, Piece, PlainText, Reasoning, Text
+from mainstem.server.parsing.output import Call, NoCall, OutputParser, Piece, PlainText, Reasoning, Text
 from mainstem.settings.engine import EngineConfig, SamplingParams
 from mainstem.settings.server import ServerConfig
 
@@ -162,6 +162,9 @@ def test_a_request_that_comes_while_it_begins_ends_it() -> None:
     server.answer(THINKING)
     server.settles(skipped=1)
     assert [stream.cancelled for stream in server.engine.streams] == [True]
+    turn, asked = Turn(server.answers, server.prompts, None), server.engine.asked[0]
+    server.precompute.watchers(turn, Request(asked.tokens, SamplingParams()))
+    server.settles(skipped=1)  # what was not computed is not used
 
 
 @pytest.mark.parametrize("reason", ["cancelled", "error"])
@@ -180,6 +183,46 @@ def test_only_an_answer_to_a_prompt_for_one_has_a_next_turn(template: Template) 
     assert server.precompute.watchers(turn, request) == []
     no_chat = Turn(server.answers, server.prompts, None)
     assert server.precompute.watchers(no_chat, Request(np.array([1]), SamplingParams())) == []
+
+
+def test_less_than_a_page_is_not_computed() -> None:
+    thought = TOKENIZER.encode("<think>\nSo.\n</think>\n\n", add_special_tokens=False)
+    for size, started in ((16, True), (4096, False)):
+        server = Server()
+        server.engine.config = EngineConfig(page_size=size)
+        server.answer([*thought, *SAID, TOKENIZER.eos_token_id])
+        server.settles(started=started, unchanged=not started)
+
+
+def test_a_call_that_was_none_is_text() -> None:
+    class Takes(Parser):
+        def feed(self, text: str) -> list[Piece]:
+            return [Reasoning("a thought"), Call(0, "id", "name"), NoCall(0), Text("{1} and " * 20)]
+
+    server = Server(parser=Takes)
+    server.answer([*THINKING[:-1], *SAID])
+    server.settles(started=1)
+    assert "{1}" in TOKENIZER.decode(server.engine.asked[0].tokens.tolist())
+    assert "name" not in TOKENIZER.decode(server.engine.asked[0].tokens.tolist())
+
+
+@pytest.mark.parametrize(
+    ("fields", "computed"), [({}, True), ({"n": 2}, False), ({"truncate_prompt_tokens": 4000}, False)]
+)
+def test_only_a_whole_prompt_with_one_answer_has_a_next_turn(fields: dict[str, Any], computed: bool) -> None:
+    client = TestClient(create_app(ScriptedEngine(), ServerConfig(precompute_turns=True)))  # type: ignore[arg-type]
+    body = {"model": "scripted", "messages": [{"role": "user", "content": "<say>Hello.</say>"}], **fields}
+    watched: list[Any] = []
+    real = Precompute.watchers
+
+    def watchers(self: Precompute, *given: Any) -> Any:
+        watched.append(given)
+        return real(self, *given)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Precompute, "watchers", watchers)
+        assert client.post("/v1/chat/completions", json=body).status_code == 200
+    assert bool(watched) == computed
 
 
 class Parser:
