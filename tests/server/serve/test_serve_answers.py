@@ -201,13 +201,17 @@ def hits_without_thoughts(family: str, precompute: bool) -> tuple[list[int], lis
     with chat(family, precompute_turns=precompute) as talk:
         for turn in range(3):
             body = talk.say(f"Question {turn}: what is next?", thoughtful(talk, turn))
-            expected = {"started": turn + 1.0, "unchanged": 0.0, "skipped": 0.0} if precompute else {}
+            expected = outcomes(started=turn + 1, used=turn) if precompute else {}
             eventually(partial(settled, talk, expected), 10.0)
             text = talk.rendered(talk.messages[:-1])
             assert "</think>" not in text
             hits.append(cached(body))
             known.append(len(talk.tokenizer.encode(text[: text.index(f"Question {turn}")], add_special_tokens=False)))
     return hits[1:], known[1:]
+
+
+def outcomes(**counts: int) -> dict[str, float]:
+    return {"started": 0.0, "unchanged": 0.0, "skipped": 0.0, "used": 0.0, "unused": 0.0, **counts}
 
 
 def settled(talk: Chat, expected: dict[str, float]) -> bool:
@@ -218,14 +222,14 @@ def test_a_turn_is_not_computed_if_it_begins_with_what_is_cached() -> None:
     with chat("llama3", precompute_turns=True) as talk:
         for turn in range(2):
             talk.say(f"Question {turn}: what is next?", answer(talk, "llama3", turn))
-        eventually(partial(settled, talk, {"started": 0.0, "unchanged": 2.0, "skipped": 0.0}), 10.0)
+        eventually(partial(settled, talk, outcomes(unchanged=2)), 10.0)
         assert len(talk.asked) == 2
 
 
 def test_without_memory_what_is_tokenised_anew_is_computed_ahead() -> None:
     with chat("llama3", precompute_turns=True, remember_answers=0) as talk:
         talk.say("Question 0: what is next?", answer(talk, "llama3", 0))
-        eventually(partial(settled, talk, {"started": 1.0, "unchanged": 0.0, "skipped": 0.0}), 10.0)
+        eventually(partial(settled, talk, outcomes(started=1)), 10.0)
         text = talk.rendered([*talk.messages, {"role": "user", "content": "And then?"}])
         known = talk.tokenizer.encode(text[: text.index("And then?")], add_special_tokens=False)
         assert cached(talk.say("And then?", answer(talk, "llama3", 1))) >= len(known) - PAGE
@@ -236,7 +240,7 @@ def test_nothing_is_kept_for_a_turn_that_will_not_come(hint: str) -> None:
     with chat("llama3", precompute_turns=True) as talk:
         talk.say("Question 0: what is next?", answer(talk, "llama3", 0), cache_hints={hint: True})
         assert "mainstem_answers_remembered_total 0.0" in talk.http.get("/metrics").text
-        assert settled(talk, {"started": 0.0, "unchanged": 0.0, "skipped": 0.0})
+        assert settled(talk, outcomes())
         talk.messages.clear()
         talk.say("Question 1: what is next?", answer(talk, "llama3", 1))
         assert "mainstem_answers_remembered_total 1.0" in talk.http.get("/metrics").text
