@@ -16,6 +16,7 @@ from starlette.datastructures import Headers
 
 from mainstem.cache.explain import Stretch
 from mainstem.cache.namespaces import Namespace
+from mainstem.prompt_rules.rules import Rewrite
 from mainstem.runtime.request import Delta, Request, Usage
 from mainstem.server.apis.replies import Extras
 from mainstem.server.preparation import Prepared
@@ -45,8 +46,8 @@ class Watched:
         self.explanations = Explanations(parts, lambda *_: None)  # type: ignore[arg-type,return-value]
         self.live = Live(parts, self.explanations)
 
-    def ask(self, id: str, tenant: str | None = None, tokens: int = 4) -> None:
-        asked: Any = SimpleNamespace(choices=1, rewrites=())
+    def ask(self, id: str, tenant: str | None = None, tokens: int = 4, rewrites: int = 0) -> None:
+        asked: Any = SimpleNamespace(choices=1, rewrites=(Rewrite("clock", "drop", "system", 8, 0),) * rewrites)
         request = Request(np.full(tokens, 7, np.int32), namespace=Namespace(salt=tenant))
         made = Prepared(asked, [request], Extras(asked), *[None] * 3)  # type: ignore[arg-type]
         _, [[watcher]] = self.explanations.follow(id, Headers(), None, made)
@@ -102,6 +103,15 @@ def test_explanations_take_sixteen_megabytes_at_most(more: int, kept: list[str])
     assert [each.id for each in watched.explanations.recent()] == kept
     watched.ask("small")
     assert watched.explanations.recent()[-1].id == "small"
+
+
+@pytest.mark.parametrize(("more", "kept"), [(0, ["0", "1"]), (1, ["1"])])
+def test_changes_by_rules_count_in_the_sixteen_megabytes(more: int, kept: list[str]) -> None:
+    watched, changes = Watched(), 40_000
+    for number in range(2):  # 200 bytes for each change
+        tokens = ((8 << 20) - 512 - 2000 - 200 * changes) // 4
+        watched.ask(f"{number}", tokens=tokens, rewrites=changes + more)
+    assert [each.id for each in watched.explanations.recent()] == kept
 
 
 # ---------------------------------------------------------------- the live page
