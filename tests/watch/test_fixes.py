@@ -225,6 +225,19 @@ def many(places: int) -> list[dict[str, Any]]:
     return [chat("\n".join(f"The {name(at)} is {n}{at:04}47. {GUIDE[:70]}" for at in range(places))) for n in (1, 2)]
 
 
+def test_prompts_of_several_salts_call_for_no_rule() -> None:
+    bodies = [chat(f"Your id: {7**number:016x}. {GUIDE}", cache_salt=str(number)) for number in range(20, 30)]
+    made, _ = fixed(bodies)
+    assert not made.fixes and {one.cause for one in made.left} <= {"salt"}
+
+
+def test_what_costs_most_comes_first() -> None:
+    bodies = [chat(f"It is {n}. {GUIDE} You have {n} credits and {n} more. {GUIDE}", f"q{n} {GUIDE}") for n in range(9)]
+    made, _ = fixed(bodies)
+    for costs in ([each.cost.tokens for each in made.fixes], [each.cost.tokens for each in made.left]):
+        assert costs == sorted(costs, reverse=True)
+
+
 def test_50_rules_are_written_at_most() -> None:
     made, _ = fixed(many(50))
     assert len(made.fixes) == 50 == MOST_RULES and made.left == []
