@@ -92,7 +92,7 @@ def test_aider_has_one_beginning_up_to_the_last_message() -> None:
 
 @pytest.mark.parametrize("file", [file for file in FILES if file != "aider"])
 def test_each_turn_begins_with_the_one_before(file: str) -> None:
-    """What a session keeps is where it was; aider begins its turns anew."""
+    """A text that a session keeps is where it was; aider begins its turns anew."""
     turns = 0
     calls = [call for call in recording(file) if asked(call, NONE) is not None]
     for earlier, later in pairwise(calls):

@@ -1,4 +1,4 @@
-"""What is moved goes behind the last message, or behind the user's first one, where the next turn finds it again."""
+"""A note goes behind the last message, or behind the user's first one, where the next turn finds it again."""
 
 from __future__ import annotations
 
