@@ -76,6 +76,15 @@ def test_descriptions_of_tools_are_before_the_first_message(tmp_path: Path) -> N
     assert texts(made) == ["Hi.\n\n[Folder: a (moved here from the description of a tool)]"]
 
 
+def test_earlier_notes_come_back_only_where_a_rule_moves_text_behind_the_last_message(tmp_path: Path) -> None:
+    notes, clock = Notes(), rules(tmp_path, CLOCK)
+    asked = chat(("system", "Time: 1"), ("user", "Hi."))
+    later = [*asked, *chat(("assistant", "Yes?"), ("user", "Go on."))]
+    assert texts(ruled(clock, asked, notes))[1] == "Hi." + TIME
+    assert texts(ruled(rules(tmp_path, FOLDER), later, notes)) == ["Time: 1", "Hi.", "Yes?", "Go on."]
+    assert texts(ruled(clock, later, notes))[1] == "Hi." + TIME
+
+
 def test_each_note_has_its_place_whatever_the_number_of_turns(tmp_path: Path) -> None:
     both = rules(tmp_path, FOLDER + CLOCK)
     head = chat(("system", "Folder: a. Time: 1"), ("user", "Hi."))

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
 from mainstem.prompt_rules.notes import Note, Notes
-from mainstem.prompt_rules.rules import Edit, Rewrite, Rule, Sort
+from mainstem.prompt_rules.rules import Edit, Move, Rewrite, Rule, Sort
 
 Message = dict[str, Any]
 """A message as chat templates take it: `role`, and `content`, which is a text, a list of parts, or None."""
@@ -49,6 +49,7 @@ class Rewritten:
         changes: by the rules, in the order of the prompt.
         notes: what was moved.
         first, last: the messages that notes go behind; None: there is none, and nothing is moved there.
+        remembers: whether a rule moves text behind the last message, where notes of earlier turns may stand, too.
         first_notes: those that go behind the first one.
         whole: see `rewritten`.
         edits: the changed characters of each message that is one text, by its number.
@@ -60,6 +61,7 @@ class Rewritten:
     changes: list[Rewrite] = field(default_factory=list)
     notes: list[Note] = field(default_factory=list)
     last: int | None = None
+    remembers: bool = False
     first: int | None = None
     first_notes: list[Note] = field(default_factory=list)
     whole: bool = True
@@ -72,7 +74,7 @@ class Rewritten:
             notes: knows those of earlier turns.
             scope, remember: see `Notes.placed`.
         """
-        if self.last is None:
+        if self.last is None or not self.remembers:
             return
         for index, placed in notes.placed(scope, self.messages, self.last, self.notes, remember=remember).items():
             self.put(index, placed)
@@ -118,6 +120,7 @@ def rewritten(
     made = Rewritten(list(messages), list(tools), list(texts), whole=whole)
     made.last = max((i for i, message in enumerate(messages) if message["role"] != "assistant"), default=None)
     made.first = next((i for i, message in enumerate(messages) if message["role"] == "user"), None)
+    made.remembers = any(isinstance(rule.action, Move) and rule.action.after == "last" for rule in rules)
     _sort(rules, made)
     for number, tool in enumerate(made.tools):
         text = tool.description or ""

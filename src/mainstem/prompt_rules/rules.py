@@ -119,7 +119,7 @@ class Edit:
 
 
 class TextAction(Protocol):
-    """What becomes of a text that a pattern found."""
+    """Changes a text that a pattern found."""
 
     @property
     def name(self) -> str: ...

@@ -50,6 +50,6 @@ class Rewrites:
 
     @property
     def said(self) -> str:
-        """What it changed so far, as a trace's notes say it."""
+        """The changes so far, as a trace's notes say them."""
         by_rule = ", ".join(f"{name} {count:,} times" for name, count in self._counts.items())
         return f"Rules changed {self._changed:,} of {self._requests:,} requests: {by_rule}."
