@@ -342,7 +342,7 @@ bench-policies: $(VENV)/release
 bench-agents: $(VENV)/release
 	$(BIN)/python -m bench agents $(ARGS)
 
-bench-edits: $(VENV)/release
+bench-edits: $(VENV)/release $(if $(findstring --quick,$(ARGS)),,$(VLLM)/ready)
 	$(BIN)/python -m bench edits $(ARGS)
 
 bench-fleet: $(VENV)/release $(ROUTERS)/ready

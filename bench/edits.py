@@ -4,7 +4,8 @@ For each edit, all sessions are sent to the server as they are, with each file o
 while nothing else runs. The tokens that it computed (`prompt_tokens` less `cached_tokens`) are compared with the least:
 what is new of the same sessions without the edit, so neither a beginning of a prompt before nor an answer to one. What
 is computed between requests is counted apart, and so is what the rules changed. Everything follows from the seed: the
-cache, the scheduler and the API are real, and the model says what the session has, see `saying`.
+cache, the scheduler and the API are real, and the model says what the session has, see `saying`. vLLM is then sent the
+same tokens, see `vllm_tokens`.
 
 Times of first tokens are those of a model of 8 billion parameters on one GPU, in virtual time.
 """
@@ -12,7 +13,7 @@ Times of first tokens are those of a model of 8 billion parameters on one GPU, i
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from statistics import quantiles
 from typing import Any, Protocol
@@ -26,6 +27,7 @@ from bench.report import Report
 from bench.saying import serving
 from bench.tables import goals_table
 from bench.virtual import prefill_s
+from bench.vllm_tokens import Spoken, repeating, version
 from mainstem.settings.engine import EngineConfig
 from mainstem.settings.server import ServerConfig
 
@@ -42,7 +44,7 @@ WAYS: Mapping[str, Mapping[str, Any]] = {
     "dropped, turns": {"prompt_rules": (str(RULES / "drop.toml"),), "precompute_turns": True},
 }
 """Settings of a server by the name of a way; a further one, as with anchors, is a row here."""
-_PLAIN = "as sent"
+_PLAIN, VLLM = "as sent", "as sent, vLLM"
 _SLACK = 128
 """Tokens that the longest prompt may have more with an edit."""
 
@@ -60,6 +62,7 @@ class Settings:
         sizes: of the sessions; `Sizes()` are the published ones, which take hours.
         edits: which are measured; several at once are joined by `+`.
         ways: names from `WAYS`; sessions without an edit are only sent as they are.
+        vllm: whether vLLM is asked, too, if it is installed.
         tight: share of the least that the smaller cache holds, for the edits `short`; the other one holds everything.
         short: edits that are also measured with the smaller cache.
         page_size: of the cache.
@@ -70,6 +73,7 @@ class Settings:
     sizes: Sizes = FEW
     edits: tuple[str, ...] = (NONE, *EDITS, "time+id+attribution+tools")
     ways: tuple[str, ...] = tuple(WAYS)
+    vllm: bool = True
     tight: float = 0.5
     short: tuple[str, ...] = ("compaction", "fork")
     page_size: int = 16
@@ -81,6 +85,7 @@ class Settings:
 QUICK = Settings(
     sizes=Sizes(sessions=2, turns=6, turns_spread=0.2, people=0.4, window=20_000, forking=1.0, forks=1, fork_turns=4),
     ways=("as sent", "moved", "dropped"),
+    vllm=False,
 )
 
 
@@ -91,6 +96,29 @@ class Subject(Protocol):
 
     def ask(self, step: Step) -> tuple[Mapping[str, Any], NDArray[np.int32], Sequence[int]]:
         """Sends a step; returns the usage, the tokens of the prompt, and those of the answer."""
+
+
+class Transcript:
+    """A server of which one knows the tokens that it was asked and said.
+
+    Attributes:
+        spoken: prompts and answers, in order.
+    """
+
+    def __init__(self, server: Subject) -> None:
+        self._server = server
+        self.spoken: list[Spoken] = []
+
+    @property
+    def ahead(self) -> int:
+        """The tokens that it computed between requests."""
+        return self._server.ahead
+
+    def ask(self, step: Step) -> tuple[Mapping[str, Any], NDArray[np.int32], Sequence[int]]:
+        """See `Subject`."""
+        usage, prompt, said = self._server.ask(step)
+        self.spoken.append((prompt, said))
+        return usage, prompt, said
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,6 +139,12 @@ class Least:
 def run(settings: Settings, report: Report) -> None:
     """Measures all edits, and adds rows, goals and tables to the report."""
     report.settings.update(asdict(settings))
+    installed = version() if settings.vllm else None
+    if installed is not None:
+        report.versions["vllm"] = installed
+    elif settings.vllm:
+        report.notes.append("vLLM is not installed (make .venv-vllm/mainstem), so it has no rows")
+    settings = replace(settings, vllm=installed is not None)
     for edit in settings.edits:
         report.rows += measure(settings, edit, report)
     report.more["goals"] = goals = judge(report.rows)
@@ -128,13 +162,24 @@ def measure(settings: Settings, edit: str, report: Report) -> Iterator[Row]:
         least_pages = -(-(need.longest + _SLACK) // settings.page_size)
         rooms[f"{settings.tight:.0%}"] = max(least_pages, int(need.distinct * settings.tight) // settings.page_size)
     for room, pages in rooms.items():
-        for way in settings.ways if edits else (_PLAIN,):
-            with serving(ServerConfig(**WAYS[way]), _cache(settings, pages), _context(sent)) as server:
-                row = {"edit": edit, "room": room, "way": way, "least": need.tokens, **served(settings, server, sent)}
-            row["ratio"], row["with_ahead"] = (
-                tokens / need.tokens for tokens in (row["computed"], row["computed"] + row["ahead"])
-            )
-            yield row
+        for way, row in _ways(settings, sent, pages, edited=bool(edits)):
+            ratio, with_ahead = (tokens / need.tokens for tokens in (row["computed"], row["computed"] + row["ahead"]))
+            found = {"ratio": ratio, "with_ahead": with_ahead}
+            yield {"edit": edit, "room": room, "way": way, "least": need.tokens, **row, **found}
+
+
+def _ways(settings: Settings, sent: Sequence[Step], pages: int, *, edited: bool) -> Iterator[tuple[str, Row]]:
+    """Yields each way, and what was served: Mainstem's, then vLLM's."""
+    cache, context = _cache(settings, pages), _context(sent)
+    spoken: list[Spoken] = []
+    for way in settings.ways if edited else (_PLAIN,):
+        with serving(ServerConfig(**WAYS[way]), cache, context) as server:
+            heard = Transcript(server)
+            yield way, served(settings, heard, sent)
+        spoken = heard.spoken if way == _PLAIN else spoken
+    if settings.vllm and spoken:
+        with repeating(spoken, settings.page_size, pages, context) as other:
+            yield VLLM, served(settings, other, sent)
 
 
 def least(settings: Settings, intended: Sequence[Step]) -> Least:
@@ -206,7 +251,7 @@ def judge(rows: Sequence[Row]) -> list[Row]:
             "met": row["ratio"] <= most,
         }
         for row in rows
-        if row["way"] != _PLAIN
+        if row["way"] not in (_PLAIN, VLLM)
         for most in [max(GOALS[edit] for edit in row["edit"].split("+"))]
     ]
 

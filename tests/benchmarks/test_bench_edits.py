@@ -9,6 +9,7 @@ from random import Random
 from statistics import mean, median
 from typing import Any
 
+import httpx
 import numpy as np
 import pytest
 from numpy.typing import NDArray
@@ -19,8 +20,10 @@ from bench.agent_traffic import EDITS, Sizes, Step, inputs, steps, turns, writte
 from bench.client import ServerFailed
 from bench.report import Report
 from bench.saying import serving, tokenizer
+from bench.vllm_tokens import Repeated
 from mainstem.errors import BadArgument
 from mainstem.prompt_rules.rule_file import read_rules
+from mainstem.runtime.text.cuts import common_tokens
 from mainstem.settings.engine import EngineConfig
 from mainstem.settings.server import ServerConfig
 
@@ -112,7 +115,7 @@ def test_an_edit_that_does_not_exist_is_named() -> None:
 
 # ---------------------------------------------------------------- what a server computes of them
 
-SETTINGS = edits.Settings(sizes=TINY, page_size=1)
+SETTINGS = edits.Settings(sizes=TINY, page_size=1, vllm=False)
 
 
 def measured(edit: str, **changes: Any) -> dict[tuple[str, str], Mapping[str, Any]]:
@@ -191,6 +194,49 @@ def test_the_model_says_what_it_is_told_and_a_server_that_refuses_is_quoted() ->
 @pytest.mark.parametrize("path", sorted(edits.RULES.glob("*.toml")), ids=lambda path: path.stem)
 def test_the_files_of_rules_are_accepted(path: Path) -> None:
     assert len(read_rules([path])) == 7
+
+
+class Elsewhere:
+    """Stands for vLLM: it caches pages of one token, and says so in the form of vLLM's answers."""
+
+    def __init__(self) -> None:
+        self.prompts: list[list[int]] = []
+
+    def post(self, url: str, json: Mapping[str, Any], timeout: float) -> httpx.Response:
+        tokens = json["prompt"]
+        cached = max((common_tokens(np.array(tokens[:-1]), np.array(other)) for other in self.prompts), default=0)
+        self.prompts.append(tokens)
+        details = {"cached_tokens": cached} if cached else None
+        return httpx.Response(200, json={"usage": {"prompt_tokens": len(tokens), "prompt_tokens_details": details}})
+
+
+def test_vllm_is_sent_the_same_tokens_and_has_computed_the_answers_before(monkeypatch: pytest.MonkeyPatch) -> None:
+    elsewhere = Elsewhere()
+    monkeypatch.setattr("bench.vllm_tokens.httpx.post", elsewhere.post)
+    sent = steps(TINY, 0)
+    with serving(ServerConfig(), EngineConfig(pages=4000, page_size=1), 4000) as server:
+        heard = edits.Transcript(server)
+        ours = edits.served(SETTINGS, heard, sent)
+    theirs = edits.served(SETTINGS, Repeated("http://vllm", heard.spoken), sent)
+    asked, after = elsewhere.prompts[::2], elsewhere.prompts[1::2]
+    assert [prompt.tolist() for prompt, _ in heard.spoken] == asked
+    assert all(long == [*prompt, *said] for long, prompt, (_, said) in zip(after, asked, heard.spoken, strict=True))
+    assert theirs["prompt_tokens"] == ours["prompt_tokens"] and theirs["ahead"] == theirs["changes"] == 0
+    assert abs(theirs["computed"] - ours["computed"]) <= len(sent)  # the last token of an answer
+
+
+def test_a_refusal_of_vllm_is_quoted(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("bench.vllm_tokens.httpx.post", lambda *_, **__: httpx.Response(400, text="too long"))
+    with pytest.raises(ServerFailed, match="400: too long"):
+        Repeated("http://vllm", [(np.arange(3, dtype=np.int32), [1])]).ask(steps(TINY, 0)[0])
+
+
+def test_without_vllm_a_note_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(edits, "version", lambda: None)
+    report = Report("edits", "2026-11-30", quick=True, progress=lambda text: None)
+    edits.run(replace(SETTINGS, edits=(edits.NONE,), vllm=True), report)
+    assert [row["way"] for row in report.rows] == ["as sent"]
+    assert "vLLM is not installed" in report.notes[0]
 
 
 def test_another_server_needs_only_an_answer() -> None:
