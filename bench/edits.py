@@ -178,7 +178,7 @@ def _ways(settings: Settings, sent: Sequence[Step], pages: int, *, edited: bool)
             yield way, served(settings, heard, sent)
         spoken = heard.spoken if way == _PLAIN else spoken
     if settings.vllm and spoken:
-        with repeating(spoken, settings.page_size, pages, context) as other:
+        with repeating(spoken, pages * settings.page_size, context) as other:
             yield VLLM, served(settings, other, sent)
 
 

@@ -28,6 +28,7 @@ from bench.tiny_models import tiny
 Spoken = tuple[NDArray[np.int32], Sequence[int]]
 """The tokens of a prompt, and those of its answer."""
 _VLLM = next(system for system in SYSTEMS if system.name == "vLLM")
+_BLOCK = 32  # tokens; the least that vLLM's attention on a CPU takes
 _LIMIT_S = 600.0
 
 
@@ -71,23 +72,25 @@ class Repeated:
 
 
 @contextmanager
-def repeating(spoken: Iterable[Spoken], page_size: int, pages: int, context: int) -> Iterator[Repeated]:
+def repeating(spoken: Iterable[Spoken], tokens: int, context: int) -> Iterator[Repeated]:
     """Runs vLLM.
 
     Args:
         spoken: see `Repeated`.
-        page_size, pages: of its cache.
+        tokens: that its cache has room for.
         context: tokens of a request at most.
     """
     with TemporaryDirectory() as folder:
         words, model = tokenizer(), Path(folder) / "tiny"
-        sizes = {"hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 1, "num_attention_heads": 2}
+        shape = {"hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 1, "num_attention_heads": 2}
         ends = {"eos_token_id": words.eos_token_id, "pad_token_id": words.pad_token_id}
         tiny(
-            "llama", vocab_size=len(words), num_key_value_heads=1, max_position_embeddings=context, **sizes, **ends
+            "llama", vocab_size=len(words), num_key_value_heads=1, max_position_embeddings=context, **shape, **ends
         ).save_pretrained(model)
         words.save_pretrained(model)
-        command = f" --enable-prompt-tokens-details --block-size {page_size} --num-gpu-blocks-override {pages}"
-        system = replace(_VLLM, command=_VLLM.command + command)
+        blocks = tokens // _BLOCK
+        sizes = f"--block-size {_BLOCK} --num-gpu-blocks-override {blocks}"
+        most = f"--max-model-len {min(context, (blocks - 1) * _BLOCK)}"  # one block is nobody's
+        system = replace(_VLLM, command=f"{_VLLM.command} --enable-prompt-tokens-details {sizes} {most}")
         with Hosted(system, model, Path(folder) / "log", stopped=False) as server:
             yield Repeated(server.url, spoken)
