@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import threading
-import time
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -148,16 +147,21 @@ def test_pages_are_read_while_the_other_server_computes() -> None:
 
 def test_what_cannot_be_read_ahead_is_answered_like_any_other() -> None:
     rig = Rig(elsewhere := Elsewhere())
+    ahead, looked, looks = rig.app.state.generating.ahead, threading.Semaphore(0), [1, 2]  # the second one has pages
 
     def slowly(*asked: Any) -> int:
-        time.sleep(0.2)
+        for _ in range(looks.pop(0)):
+            assert looked.acquire(timeout=60)
         return elsewhere(*asked)
 
-    elsewhere_ = PrefillServer(rig.settings, slowly)
-    first = PrefillFirst(rig.app, elsewhere_, 4096, rig.clock, rig.app.state.generating.ahead)
+    def reads(*given: Any) -> Any:
+        looked.release()
+        return ahead(*given)
+
+    first = PrefillFirst(rig.app, PrefillServer(rig.settings, slowly), 4096, rig.clock, reads)
     with TestClient(first) as http:
         assert http.post("/v1/completions", json={"model": "other", "prompt": PROMPT}).status_code == 404
-        rig.engine.advise = lambda *given, **rest: 1 / 0  # type: ignore[method-assign]
+        rig.engine.advise = lambda *given, **rest: looked.release() or 1 / 0  # type: ignore[method-assign, assignment, func-returns-value]
         assert http.post("/v1/completions", json={"model": "fake", "prompt": PROMPT}).status_code == 200
     assert (first.looks["failed"], first.counts["prefilled"]) == (1, 2)
 
