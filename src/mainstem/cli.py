@@ -265,7 +265,8 @@ def demo(
 
     Args:
         model: A folder, a .gguf file or a Hugging Face name. Default: SmolLM2-135M-Instruct.
-        story: Five questions about a document, or an agent that gets the results of its tools; cold and warm.
+        story: Five questions about a document, cold and warm; or an agent that gets the results of its tools and has
+            the time in its system prompt, without a rule that moves it and with one.
         json: Print the measurements as one JSON object.
         prefix_tokens: Length of the document in tokens, 1 up to what fits the model. Default: all of it, about 1,100.
             Not for --story agents.

@@ -8,7 +8,13 @@ Uses the engine as any client could.
               '---------- shared, computed once -----------' '----- computed ----'
 
 `run_agents` lets an agent work: in each step it gets the result of a tool and says what it learned. Its history grows,
-and each step sends all of it. The steps run warm, one after another; then each prompt once more, cold.
+and each step sends all of it, after a system prompt that begins with the time. A rule moves the time behind the last
+message, as `mainstem serve --prompt-rules` does. The steps run warm, one after another: first with the rule, then as
+the agent sent them. The prompts with the rule run once more, cold.
+
+    as sent          [ 09:30:14 | instructions | result | answer | result ]    nothing after the time is found
+    with the rule    [ instructions | result, 09:30:07 | answer | result, 09:30:14 ]
+                       '-------- found: of the step before --------'
 """
 
 from __future__ import annotations
@@ -16,6 +22,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from datetime import UTC, datetime, timedelta
 from importlib.resources import files
 from itertools import takewhile
 from statistics import median
@@ -25,6 +32,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from mainstem.errors import BadArgument, MainstemError
+from mainstem.imports import load_package
+from mainstem.prompt_rules.notes import Notes
+from mainstem.prompt_rules.rewriting import rewritten
+from mainstem.prompt_rules.rule_file import rules_of
 from mainstem.runtime.request import Delta, Request
 from mainstem.runtime.text.prompts import Prompts
 from mainstem.settings.engine import SamplingParams
@@ -46,6 +57,16 @@ QUESTIONS = (
 _INSTRUCTION = "Answer each question about the following text in one short sentence.\n\n"
 _PARAMS = SamplingParams(max_tokens=32, temperature=0.0, logprobs=0)
 _NO_ANSWER = SamplingParams(max_tokens=0)
+_FIRST = SamplingParams(max_tokens=1, temperature=0.0)
+_BEGIN, _STEP = datetime(2026, 1, 2, 9, 30, tzinfo=UTC), timedelta(seconds=7)  # of the agent's clock
+_RULE = r"""
+[[rule]]
+name = "clock"
+action = "move"
+match = 'It is \d\d:\d\d:\d\d\.\n\n'
+example = "It is 12:30:59.\n\n"
+note = "\n\n[{match}]"
+"""
 _ROOM = 128  # positions for the template, the instruction, a question and its answer
 
 
@@ -88,13 +109,17 @@ class Question(Turn):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Step(Turn):
-    """One step of the agent; the history of the next step has its answer.
+    """One step of the agent, with the rule; the history of the next step has its answer.
 
     Args:
         call: the tool whose result came back.
+        sent_ttft_s: time to the first event as the agent sent it, with what came before in the cache.
+        sent_reused_tokens: prompt tokens that were not computed then.
     """
 
     call: str
+    sent_ttft_s: float
+    sent_reused_tokens: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -105,7 +130,7 @@ class Measured:
         model: the name of the model.
         dtype: number format of weights and KV.
         threads: number of threads that compute.
-        speedup: the time to a first token when cold, divided by that when warm.
+        speedup: the time to a first token when cold, or of an agent as sent, divided by that when warm.
         reused_tokens: prompt tokens that were not computed: the median of the questions, or the sum of the steps.
         answers_agree: whether every turn got the same tokens cold and warm.
         bits_agree: whether all log-probabilities were the same numbers, too.
@@ -143,13 +168,16 @@ class AgentReport(Measured):
     """The measurements of the agent's steps.
 
     Args:
-        cold_s, warm_s: the sums of the times to a first token.
+        cold_s, warm_s: the sums of the times to a first token, with the rule.
+        sent_s, sent_reused_tokens: the same of the warm run without the rule, and what it did not compute.
         prompt_tokens: the sum over all steps.
         steps: the results of each step.
     """
 
     cold_s: float
     warm_s: float
+    sent_s: float
+    sent_reused_tokens: int
     prompt_tokens: int
     steps: tuple[Step, ...]
 
@@ -230,7 +258,7 @@ def run_agents(
     clock: Callable[[], float] = time.perf_counter,
     progress: Callable[[str, int, int], None] = lambda stage, done, total: None,
 ) -> AgentReport:
-    """Runs the agent's steps, warm and then cold, and returns the measurements.
+    """Runs the agent's steps, with the rule, as sent, and cold with the rule, and returns the measurements.
 
     Args:
         engine: an idle engine; its cache is flushed.
@@ -240,35 +268,54 @@ def run_agents(
 
     Raises:
         BadTokens: the history does not fit the model.
+        MissingDependency: rules of prompts cannot be read.
     """
-    results = _sections()
+    load_package("re2", "rules of prompts need google-re2: pip install 'mainstem[rules]'")
+    rules, notes, results = rules_of(_RULE, "the demo"), Notes(), _sections()
     prompts_of = Prompts(engine.tokenizer, engine.max_context)
-    messages = [{"role": "system", "content": _text("demo_agent.txt")}]
+    instructions = _text("demo_agent.txt")
+    messages = [{"role": "system", "content": ""}]
+    sent: list[NDArray[np.int32]] = []
     prompts: list[NDArray[np.int32]] = []
-    warm: list[_Run] = []
+    asked = 0
+
+    def ask(prompt: NDArray[np.int32], params: SamplingParams = _PARAMS) -> _Run:
+        nonlocal asked
+        result, asked = _ask(engine, prompt, clock, params), asked + 1
+        progress("asking", asked, 3 * len(results))
+        return result
+
     engine.flush()
+    warm: list[_Run] = []
     for number, result in enumerate(results, 1):
+        messages[0]["content"] = f"It is {_BEGIN + number * _STEP:%H:%M:%S}.\n\n{instructions}"
         messages.append({"role": "user", "content": f"Result of {_call(number)}:\n\n{result}"})
-        prompts.append(prompts_of.conversation(messages))
-        warm.append(_ask(engine, prompts[-1], clock))
+        sent.append(prompts_of.conversation(messages))
+        made = rewritten(rules, messages)
+        made.place(notes, ())
+        prompts.append(prompts_of.conversation(made.messages))
+        warm.append(ask(prompts[-1]))
         messages.append({"role": "assistant", "content": warm[-1].text})
-        progress("asking", number, 2 * len(results))
-    tree, cold = engine.tree(), []
-    for number, prompt in enumerate(prompts, len(results) + 1):
+    tree = engine.tree()
+    engine.flush()
+    before = [ask(prompt, _FIRST) for prompt in sent]
+    cold = []
+    for prompt in prompts:
         engine.flush()
-        cold.append(_ask(engine, prompt, clock))
-        progress("asking", number, 2 * len(results))
+        cold.append(ask(prompt))
     steps = tuple(
-        Step(call=_call(number), **_turn(prompt, before, after))
-        for number, (prompt, before, after) in enumerate(zip(prompts, cold, warm, strict=True), 1)
+        Step(call=_call(n), sent_ttft_s=old.ttft_s, sent_reused_tokens=old.cached_tokens, **_turn(prompt, alone, after))
+        for n, (old, prompt, alone, after) in enumerate(zip(before, prompts, cold, warm, strict=True), 1)
     )
-    cold_s, warm_s = sum(step.cold_ttft_s for step in steps), sum(step.warm_ttft_s for step in steps)
+    sent_s, warm_s = sum(step.sent_ttft_s for step in steps), sum(step.warm_ttft_s for step in steps)
     return AgentReport(
-        cold_s=cold_s,
+        cold_s=sum(step.cold_ttft_s for step in steps),
         warm_s=warm_s,
-        speedup=cold_s / warm_s,
+        sent_s=sent_s,
+        speedup=sent_s / warm_s,
         prompt_tokens=sum(step.prompt_tokens for step in steps),
         reused_tokens=sum(step.reused_tokens for step in steps),
+        sent_reused_tokens=sum(step.sent_reused_tokens for step in steps),
         steps=steps,
         **_setting(engine, threads, steps, tree),
     )
@@ -277,18 +324,20 @@ def run_agents(
 def show(report: Report | AgentReport, console: Console) -> None:
     """Prints a report for people: a table, the answers, the tree, and last the figure that matters most."""
     if isinstance(report, Report):
-        _show(report, "the first token", "question", [(q.question, q) for q in report.questions], "now", console)
+        rows = [(q.question, q, q.cold_ttft_s) for q in report.questions]
+        _show(report, "the first token", ("question", "cold", "warm"), rows, "now", console)
         figure = (
             f"The first token came [bold]{report.speedup:.1f} times sooner[/bold]: {_ms(report.warm_ttft_s)} instead of"
             f" {_ms(report.cold_ttft_s)}, {report.reused_tokens} tokens reused"
         )
     else:
-        steps = [(step.call, step) for step in report.steps]
-        _show(report, "each step's first token", "result of", steps, "after the last step", console)
+        steps = [(step.call, step, step.sent_ttft_s) for step in report.steps]
+        heads = ("result of", "clock in front", "moved by a rule")
+        _show(report, "each step's first token", heads, steps, "after the last step with the rule", console)
         figure = (
-            f"The agent waited [bold]{report.speedup:.1f} times less[/bold] for its first tokens:"
-            f" {_ms(report.warm_s)} instead of {_ms(report.cold_s)} in {len(report.steps)} steps,"
-            f" {report.reused_tokens} of {report.prompt_tokens} tokens reused"
+            f"With a rule that moves its clock, the agent waited [bold]{report.speedup:.1f} times less[/bold] for its"
+            f" first tokens: {_ms(report.warm_s)} instead of {_ms(report.sent_s)} in {len(report.steps)} steps,"
+            f" {report.reused_tokens} of {report.prompt_tokens} tokens reused instead of {report.sent_reused_tokens}"
         )
     same = "the same answers" if report.answers_agree else f"some answers differ ({report.dtype} rounding)"
     same = "all answers are the same, bit for bit" if report.bits_agree else same
@@ -296,22 +345,27 @@ def show(report: Report | AgentReport, console: Console) -> None:
 
 
 def _show(
-    report: Measured, timed: str, heading: str, turns: Sequence[tuple[str, Turn]], when: str, console: Console
+    report: Measured,
+    timed: str,
+    heads: tuple[str, str, str],
+    turns: Sequence[tuple[str, Turn, float]],
+    when: str,
+    console: Console,
 ) -> None:
-    """Prints a report without its figure; `turns`: each with its name, which stands under `heading`."""
+    """Prints a report without its figure; `turns`: each with its name and the time before, under `heads`."""
     from rich.table import Table
 
     threads = counted(report.threads, "thread")
     table = Table(title=f"{report.model}, {report.dtype}, {threads}: time to {timed}")
-    table.add_column(heading)
-    for title in ("cold", "warm", "sooner", "reused"):
+    table.add_column(heads[0])
+    for title in (*heads[1:], "sooner", "reused"):
         table.add_column(title, justify="right", no_wrap=True)
-    for name, turn in turns:
-        sooner = f"{turn.cold_ttft_s / turn.warm_ttft_s:.1f}x"
+    for name, turn, before_s in turns:
+        sooner = f"{before_s / turn.warm_ttft_s:.1f}x"
         reused = f"{turn.reused_tokens} of {turn.prompt_tokens}"
-        table.add_row(name, _ms(turn.cold_ttft_s), _ms(turn.warm_ttft_s), sooner, reused)
+        table.add_row(name, _ms(before_s), _ms(turn.warm_ttft_s), sooner, reused)
     console.print(table)
-    for name, turn in turns:
+    for name, turn, _ in turns:
         console.print(f"[bold]{name}[/bold]")
         console.print(f"  {turn.answer.strip()}", markup=False)
         if isinstance(turn, Question) and not turn.agree:

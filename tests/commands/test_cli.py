@@ -442,7 +442,7 @@ def test_demo_of_agents(machine: Machine, capsys: pytest.CaptureFixture[str]) ->
     report = json.loads(capsys.readouterr().out)
     assert report["steps"] and 0 < report["reused_tokens"] < report["prompt_tokens"]
     assert run("demo", "--story", "agents") == 0
-    assert "The agent waited" in capsys.readouterr().out
+    assert "the agent waited" in capsys.readouterr().out
     assert run("demo", "--story", "agents", "--prefix-tokens", "200") == 2
     assert "left out with --story agents" in capsys.readouterr().err
 

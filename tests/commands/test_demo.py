@@ -119,8 +119,18 @@ def test_each_step_of_the_agent_computes_only_what_came_since() -> None:
         before = step.prompt_tokens
     assert report.cold_s == report.prompt_tokens
     assert report.warm_s == report.prompt_tokens - report.reused_tokens
-    assert report.speedup == report.cold_s / report.warm_s > 2
     assert report.answers_agree
+
+
+def test_as_sent_the_agent_computes_all_that_follows_its_clock() -> None:
+    engine = TickingEngine()
+    report = demo.run_agents(engine, threads=2, clock=engine.clock)  # type: ignore[arg-type]
+    for step in report.steps:
+        assert step.sent_reused_tokens <= len("<system>It is 09:30:")
+        assert step.sent_ttft_s + step.sent_reused_tokens > step.prompt_tokens - 20 * len(report.steps)  # the notes
+    assert report.sent_s == sum(step.sent_ttft_s for step in report.steps)
+    assert report.sent_reused_tokens == sum(step.sent_reused_tokens for step in report.steps)
+    assert report.speedup == report.sent_s / report.warm_s > 2
 
 
 def test_the_history_has_the_tools_their_results_and_what_the_agent_said() -> None:
@@ -134,14 +144,25 @@ def test_the_history_has_the_tools_their_results_and_what_the_agent_said() -> No
     assert [last.count(f"Result of read_page({n}):") for n in range(1, count + 1)] == [1] * count
     assert [last.count(f"<assistant>I learned thing {n}.") for n in range(count)] == [1] * (count - 1) + [0]
     assert not report.answers_agree
-    assert [done for _, done, _ in steps] == list(range(1, 2 * count + 1))
+    assert [done for _, done, _ in steps] == list(range(1, 3 * count + 1))
+
+
+def test_the_rule_moves_each_time_behind_its_result() -> None:
+    engine = TickingEngine()
+    count = len(demo.run_agents(engine, threads=2, clock=engine.clock).steps)  # type: ignore[arg-type]
+    asked = [bytes(stream.request.tokens.tolist()).decode() for stream in engine.streams]
+    for n, (ruled, sent, cold) in enumerate(zip(asked[:count], asked[count:], asked[2 * count :], strict=False), 1):
+        times = [f"{7 * step // 60 + 30}:{7 * step % 60:02}" for step in range(1, n + 1)]
+        assert ruled == cold and ruled.startswith("<system>You are an agent")
+        assert ruled.count("It is 09") == n and all(f"\n\n[It is 09:{time}.]\n<assistant>" in ruled for time in times)
+        assert sent.startswith(f"<system>It is 09:{times[-1]}.\n\nYou are an agent") and sent.count("It is 09") == 1
 
 
 def test_the_report_of_the_agent_ends_in_its_figure() -> None:
     engine = TickingEngine()
     report = demo.run_agents(engine, threads=2, clock=engine.clock)  # type: ignore[arg-type]
     lines = [line for line in shown(report).splitlines() if line.strip()]
-    assert lines[-1].startswith(f"The agent waited {report.speedup:.1f} times less")
+    assert lines[-1].startswith(f"With a rule that moves its clock, the agent waited {report.speedup:.1f} times less")
     assert any("read_page(2)" in line and f"of {report.steps[1].prompt_tokens}" in line for line in lines)
     assert {"cold_s", "warm_s", "speedup", "steps", "model", "dtype", "threads"} <= set(asdict(report))
 
