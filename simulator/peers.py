@@ -9,7 +9,8 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Sequence
 
-from mainstem.storage.peer import Line, PeerBackend, Responder, Share
+from mainstem.share import Share
+from mainstem.storage.peer import Line, PeerBackend, Responder
 from mainstem.tiers.host.shelf import Shelf
 from simulator.network import Network
 from simulator.process import SECRET

@@ -17,7 +17,7 @@ PACKAGE = Path(__file__).parents[2] / "src" / "mainstem"
 
 # Lowest first; each module belongs to the first layer with a prefix of its name.
 LAYERS = [
-    ("core", ["errors", "here", "imports", "metric", "terminal", "units", "_core"]),
+    ("core", ["errors", "here", "imports", "metric", "share", "terminal", "units", "_core"]),
     (
         "rules",
         [f"cache.{name}" for name in ("keys", "namespaces", "quotas", "components", "policies", "pool", "identity")],

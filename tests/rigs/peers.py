@@ -9,10 +9,11 @@ from typing import Any
 import zmq
 
 from mainstem.errors import StorageError
+from mainstem.share import Share
 from mainstem.storage.base import ABSENT
 from mainstem.storage.memory import MemoryBackend
 from mainstem.storage.peer.client import PeerBackend
-from mainstem.storage.peer.server import PeerServer, Share
+from mainstem.storage.peer.server import PeerServer
 
 SECRET = b"a secret of the tests"
 

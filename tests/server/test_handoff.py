@@ -22,7 +22,7 @@ from mainstem.runtime.engine import Engine
 from mainstem.runtime.models.loading import LoadedModel
 from mainstem.runtime.request import Completion, Request
 from mainstem.settings.engine import EngineConfig, PeerConfig, PrefetchPolicy, SamplingParams, StorageConfig, TierConfig
-from mainstem.storage.peer import Share
+from mainstem.share import Share
 from mainstem.tiers.host.shelf import Shelf
 
 pytestmark = [pytest.mark.usefixtures("one_thread"), pytest.mark.deadline]

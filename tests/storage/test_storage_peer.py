@@ -21,11 +21,12 @@ from rigs.servers import free_port
 from rigs.stores import Values, cause_of
 
 from mainstem.errors import BackendUnavailable, BadArgument
+from mainstem.share import Share
 from mainstem.storage import ABSENT, open_backend
 from mainstem.storage.conformance import CASES, Case, run
 from mainstem.storage.memory import MemoryBackend
 from mainstem.storage.peer.client import PeerBackend, addresses_of
-from mainstem.storage.peer.server import PeerServer, Responder, Share
+from mainstem.storage.peer.server import PeerServer, Responder
 from mainstem.storage.peer.wire import (
     EXISTS,
     GET,

@@ -20,8 +20,9 @@ from mainstem.runtime.models.loading import LoadedModel
 from mainstem.runtime.parallel.division import whole
 from mainstem.runtime.parallel.ranks import Ranks
 from mainstem.settings.engine import TierConfig
+from mainstem.share import Share
 from mainstem.storage.base import RANK, Backend, open_backend
-from mainstem.storage.peer import NO_SECRET, PeerBackend, Peering, PeerServer, Share
+from mainstem.storage.peer import NO_SECRET, PeerBackend, Peering, PeerServer
 from mainstem.tiers.controller import Tiers
 from mainstem.tiers.host.shelf import AndStore, HostOnly, Shelf
 from mainstem.tiers.host.tier import HostTier

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Protocol
 
 from mainstem.errors import BadArgument
 from mainstem.imports import needs
+from mainstem.share import Share
 from mainstem.storage.base import ABSENT
 from mainstem.storage.peer import wire
 from mainstem.storage.peer.lines import HINT
@@ -28,7 +29,6 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 _STATUS = {wire.OK: "answered", wire.BUSY: "busy", wire.REFUSED: "refused", wire.MALFORMED: "malformed"}
-_BURST_S = 0.05  # of time that was not taken, and may be taken at once
 _ALIVE_MS, _DEAD_MS = 1000, 5000  # how often a connection is tried, and when it is given up
 _TICK_MS = 1000
 _WAITING = 64  # requests of one connection that wait to be read
@@ -42,35 +42,6 @@ class Source(Protocol):
 
     def copy(self, key: bytes, length: int) -> bytearray | None:
         """Returns a copy of a value of this length that is whole, or None."""
-
-
-class Share:
-    """A part of the time that passes.
-
-    Over any `t` seconds no more than `part * t + burst_s` and one piece of work are spent, however much is asked.
-
-    Args:
-        part: of the time, above 0, up to 1.
-        burst_s: seconds that were not spent and are kept for later.
-        clock: monotonic time in seconds.
-    """
-
-    def __init__(self, part: float, burst_s: float = _BURST_S, clock: Callable[[], float] = time.monotonic) -> None:
-        if not 0 < part <= 1:
-            raise BadArgument("share", part, "a number above 0, up to 1")
-        self._part, self._burst_s, self._clock = part, burst_s, clock
-        self._left_s, self._then_s = burst_s, clock()
-
-    def allows(self) -> bool:
-        """Whether work may begin now."""
-        now_s = self._clock()
-        self._left_s = min(self._burst_s, self._left_s + self._part * (now_s - self._then_s))
-        self._then_s = now_s
-        return self._left_s > 0
-
-    def spend(self, seconds: float) -> None:
-        """Notes what a piece of work took."""
-        self._left_s -= seconds
 
 
 class Responder:
