@@ -28,6 +28,8 @@ if TYPE_CHECKING:
     from mainstem.runtime.text.detokenizer import Content
 
 _INT32_MAX = 2**31 - 1
+LOWEST_PRIORITY = -_INT32_MAX
+"""Of requests that nobody waits for: their prompts are computed in small pieces, so that others wait less for them."""
 _NOTHING = np.empty(0, np.int32)
 _NOTHING.flags.writeable = False
 
@@ -164,7 +166,7 @@ class Request:
             read-only int32 array.
         params: how to sample, and when to end.
         namespace: prefixes are shared only within it.
-        priority: higher goes first; an int32.
+        priority: higher goes first; an int32, `LOWEST_PRIORITY` or more.
         images: in order and disjoint; the values of `tokens` at their positions are ignored.
         positions: int64 [3, n]: the M-RoPE positions of each token of the prompt; None: its index.
         adapter: computes in place of the base model; the namespace must name it, too.
@@ -199,7 +201,7 @@ class Request:
     def __post_init__(self) -> None:
         """Checks the fields, and copies the prompt, so that it cannot change while the request runs."""
         encode_namespace(self.namespace)
-        object.__setattr__(self, "priority", check_integer("priority", self.priority, -_INT32_MAX, _INT32_MAX))
+        object.__setattr__(self, "priority", check_integer("priority", self.priority, LOWEST_PRIORITY, _INT32_MAX))
         tokens = np.asarray(self.tokens)
         if tokens.size == 0:
             raise BadTokens(f"a prompt of shape {tokens.shape}: must be one dimension of at least one token")

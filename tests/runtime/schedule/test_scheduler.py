@@ -11,7 +11,7 @@ from rigs.ghost import EOS, VOCAB, Ghost, GhostTokenizer, WrongKVError, chain, c
 from rigs.scheduler import PAGE, Bench
 
 from mainstem.errors import BadArgument, BadTokens, RequestTooLong
-from mainstem.runtime.request import Progress, Request
+from mainstem.runtime.request import LOWEST_PRIORITY, Progress, Request
 from mainstem.runtime.segments import Segment
 from mainstem.settings.engine import SamplingParams
 
@@ -264,6 +264,16 @@ def test_prompts_share_the_chunk_in_order_of_admission() -> None:
         bench.add(prompt(i, length), max_tokens=1)
     bench.run_and_flush()
     assert bench.ghost.forwards == [[7, 3], [4, 6], [1]]
+
+
+def test_what_nobody_waits_for_is_computed_32_tokens_at_a_time() -> None:
+    """So that a request which comes meanwhile waits for no more than these."""
+    bench = Bench(token_budget=512)
+    bench.add(prompt(1, 80), max_tokens=0, priority=LOWEST_PRIORITY)
+    bench.run_and_flush()
+    bench.add(prompt(2, 80), max_tokens=0, priority=LOWEST_PRIORITY + 1)
+    bench.run_and_flush()
+    assert bench.ghost.forwards == [[32], [32], [16], [80]]
 
 
 def test_no_more_run_than_allowed() -> None:

@@ -14,7 +14,7 @@ from mainstem.cache.keys import Encoded
 from mainstem.cache.namespaces import encode_namespace
 from mainstem.cache.prefix_cache import Lease, PrefixCache
 from mainstem.cache.retention import Kept, Retention
-from mainstem.runtime.request import Prefix, Request, TokenLogprob, Usage
+from mainstem.runtime.request import LOWEST_PRIORITY, Prefix, Request, TokenLogprob, Usage
 from mainstem.runtime.sampling.pooling import Pooling
 from mainstem.runtime.sampling.sampler import Sampler
 from mainstem.runtime.schedule.checkpoints import AtomicSpan, Reason, chunk_end
@@ -26,6 +26,8 @@ from mainstem.runtime.schedule.tokens import Tokens
 from mainstem.runtime.segments import Segment
 from mainstem.runtime.text.detokenizer import Detokenizer
 from mainstem.tiers.host.load import Load
+
+_LOWEST_CHUNK = 32
 
 
 class Sequence:
@@ -160,6 +162,8 @@ class Sequence:
         """Returns how many tokens to compute next: at most the budget, except for an image that must not be split."""
         if not self.prefilling:
             return 1
+        if self.request.priority == LOWEST_PRIORITY:
+            budget = min(budget, _LOWEST_CHUNK)
         budget = min(budget, self.uncomputed)
         if self._page_size and budget < self.uncomputed:  # a preempted request keeps its state only at a page boundary
             boundary = (self.computed + budget) // self._page_size * self._page_size

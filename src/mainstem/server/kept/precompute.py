@@ -29,7 +29,7 @@ from numpy.typing import NDArray
 
 from mainstem.errors import MainstemError
 from mainstem.metric import Metric, each
-from mainstem.runtime.request import Delta, Request, Usage
+from mainstem.runtime.request import LOWEST_PRIORITY, Delta, Request, Usage
 from mainstem.runtime.text.cuts import common_tokens
 from mainstem.runtime.text.prompts import Prompts
 from mainstem.server.apis.conversation import call
@@ -43,9 +43,6 @@ if TYPE_CHECKING:
     from mainstem.runtime.stream import Stream
 
 log = logging.getLogger(__name__)
-
-_LOWEST_PRIORITY = -(2**31 - 1)
-
 
 Outcome = Literal["started", "unchanged", "skipped"]
 _MOST_WAITING = 64
@@ -161,7 +158,7 @@ class Precompute:
         if same >= len(known) - 1 or len(tokens) - same < self._engine.config.page_size:  # the last is often an end
             return "unchanged"
         params = SamplingParams(max_tokens=0)
-        following = Request(tokens, params, request.namespace, _LOWEST_PRIORITY)
+        following = Request(tokens, params, request.namespace, LOWEST_PRIORITY)
         stream = self._engine.submit(following)
         with self._lock:
             came = self._arrivals > arrivals
