@@ -40,8 +40,8 @@ WAYS: Mapping[str, Mapping[str, Any]] = {
     "as sent": {},
     "moved": {"prompt_rules": (str(RULES / "move.toml"),)},
     "dropped": {"prompt_rules": (str(RULES / "drop.toml"),)},
-    "moved, turns": {"prompt_rules": (str(RULES / "move.toml"),), "precompute_turns": True},
-    "dropped, turns": {"prompt_rules": (str(RULES / "drop.toml"),), "precompute_turns": True},
+    "moved, turns": {"prompt_rules": (str(RULES / "move.toml"),), "precompute_turns": 1.0},
+    "dropped, turns": {"prompt_rules": (str(RULES / "drop.toml"),), "precompute_turns": 1.0},
 }
 """Settings of a server by the name of a way; a further one, as with anchors, is a row here."""
 _PLAIN, VLLM = "as sent", "as sent, vLLM"
@@ -173,7 +173,7 @@ def _ways(settings: Settings, sent: Sequence[Step], pages: int, *, edited: bool)
     cache, context = _cache(settings, pages), _context(sent)
     spoken: list[Spoken] = []
     for way in settings.ways if edited else (_PLAIN,):
-        with serving(ServerConfig(**WAYS[way]), cache, context) as server:
+        with serving(_server(**WAYS[way]), cache, context) as server:
             heard = Transcript(server)
             yield way, served(settings, heard, sent)
         spoken = heard.spoken if way == _PLAIN else spoken
@@ -182,11 +182,16 @@ def _ways(settings: Settings, sent: Sequence[Step], pages: int, *, edited: bool)
             yield VLLM, served(settings, other, sent)
 
 
+def _server(**given: Any) -> ServerConfig:
+    """Returns settings without next turns, unless they are given: those are computed beside what is compared."""
+    return ServerConfig(**{"precompute_turns": 0.0, **given})
+
+
 def least(settings: Settings, intended: Sequence[Step]) -> Least:
     """Returns what sessions need without their edit: a server makes the tokens, and all texts before are compared."""
     known: list[NDArray[np.int32]] = []
     new = distinct = longest = 0
-    with serving(ServerConfig(), _cache(settings, _ample(settings, intended)), _context(intended)) as server:
+    with serving(_server(), _cache(settings, _ample(settings, intended)), _context(intended)) as server:
         for step in intended:
             _, prompt, said = server.ask(step)
             whole = np.concatenate([prompt, np.asarray(said, np.int32)])

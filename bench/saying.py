@@ -153,7 +153,7 @@ class Server:
             text = self._http.get("/metrics").text
             lines = [line for line in text.splitlines() if line.startswith("mainstem_precomputed_turns_total{")]
             stats = self._engine.stats()
-            known = sum(float(line.rpartition(" ")[2]) for line in lines) >= self._asked
+            known = sum(float(line.rpartition(" ")[2]) for line in lines if "used" not in line) >= self._asked
             if known and not stats.running and not stats.waiting:
                 return
             time.sleep(0.002)
@@ -181,4 +181,4 @@ def serving(config: ServerConfig, cache: EngineConfig, context: int) -> Iterator
         _Heard(replace(loaded(model), tokenizer=words), cache, runner=speaker) as engine,
         TestClient(create_app(engine, config)) as http,
     ):
-        yield Server(engine, made[0], http, config.precompute_turns)
+        yield Server(engine, made[0], http, config.precompute_turns > 0)

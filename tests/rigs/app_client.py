@@ -16,7 +16,8 @@ PROMPT = "A prompt that is longer than two pages of sixteen tokens each."
 
 
 def client(engine: FakeEngine | None = None, **config: Any) -> TestClient:
-    return TestClient(create_app(engine or FakeEngine(), ServerConfig(**config)))
+    """Returns a client of a server that asks the engine and the template only for what the test asks: no next turns."""
+    return TestClient(create_app(engine or FakeEngine(), ServerConfig(**{"precompute_turns": 0.0, **config})))
 
 
 def complete(server: TestClient, prompt: Any = PROMPT, headers: dict[str, str] | None = None, **fields: Any) -> Any:

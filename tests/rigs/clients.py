@@ -37,7 +37,7 @@ def running(app: ASGIApp, settings: ServerConfig) -> Iterator[str]:
 
 def served(engine: Any, **config: Any) -> AbstractContextManager[str]:
     """Serves an engine; see `running`."""
-    settings = ServerConfig(port=0, **config)
+    settings = ServerConfig(**{"port": 0, "precompute_turns": 0.0, **config})  # tests see what the engine is asked
     return running(create_app(engine, settings, reach=reach_of(settings, settings.host)), settings)
 
 

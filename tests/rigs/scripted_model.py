@@ -140,6 +140,8 @@ def scripted_app() -> tuple[Starlette, ServerConfig]:
 
     Its second name is one that Codex knows, and to which it offers more tools than to others.
     """
-    settings = ServerConfig(port=0, served_model_name=(ScriptedEngine.name, "gpt-5.5"), embeddings=True)
+    names = (ScriptedEngine.name, "gpt-5.5")
+    # Usage is recorded and compared, so nothing is computed between requests that may come before it is done.
+    settings = ServerConfig(port=0, served_model_name=names, embeddings=True, precompute_turns=0.0)
     engine: Any = ScriptedEngine()
     return create_app(engine, settings, reach=reach_of(settings, settings.host)), settings

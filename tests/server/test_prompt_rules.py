@@ -79,7 +79,8 @@ class Served:
         path = tmp_path / "rules.toml"
         path.write_text(rules)
         self.engine = ScriptedEngine()
-        self.client = TestClient(create_app(self.engine, ServerConfig(prompt_rules=(str(path),), **config)))  # type: ignore[arg-type]
+        settings = ServerConfig(prompt_rules=(str(path),), precompute_turns=0.0, **config)
+        self.client = TestClient(create_app(self.engine, settings))  # type: ignore[arg-type]
 
     def send(self, route: str, body: Mapping[str, Any], **headers: str) -> Any:
         self.headers: Mapping[str, str]

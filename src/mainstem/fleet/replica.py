@@ -141,6 +141,7 @@ class Replica:
     def close(self) -> None:
         """Lets requests end, and writes to the store the pages that it lacks."""
         self._app.state.draining = True
+        self._app.state.generating.give_way()
         self._engine.drain(self._timeout_s)
         self._stack.close()
 

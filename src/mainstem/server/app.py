@@ -104,7 +104,9 @@ def create_app(
     if config.public_prefix is not None:
         for prefix in read_public_prefixes(config.public_prefix, preparation):
             engine.publish_prefix(prefix)
-    precompute = Precompute(engine, preparation.prompts, preparation.dialect.said) if config.precompute_turns else None
+    precompute = None
+    if share := config.precompute_turns:
+        precompute = Precompute(engine, preparation.prompts, share, preparation.dialect.said, clock)
     savings = Savings(engine, config.savings) if config.savings.exist else None
     rewriting = Rewriting(config, access)
     counting = (engine, recorder, preparation.answers, precompute, tracing, savings, prefills)

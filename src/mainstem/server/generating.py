@@ -119,6 +119,11 @@ class Generating:
         tokens, namespace = self._preparation.addressed(generation, tenant if self._access.separates else None)
         return partial(self._engine.advise, "prefetch", tokens, namespace)
 
+    def give_way(self) -> None:
+        """Stops what is computed ahead, because a request comes, or the engine is to drain."""
+        if self._parts.precompute is not None:
+            self._parts.precompute.give_way()
+
     def _read(
         self, api: Api, body: bytes, unheeded: Unheeded, owner: Owner, client: str, *, remember: bool = True
     ) -> Generation:
@@ -229,10 +234,10 @@ class Generating:
         continues = not (hints.no_store or hints.one_shot)  # else nothing is kept that only a next turn would use
         for watching in watchers if continues else ():
             watching.extend(made.turn.watchers())
-        if (precompute := self._parts.precompute) is not None:
-            precompute.give_way()
-            if continues and choices == 1 and generation.truncate is None:
-                watchers[0] += precompute.watchers(made.turn, made.requests[0], partial(made.parser, f"{id} 0"))
+        self.give_way()
+        precompute = self._parts.precompute
+        if precompute is not None and continues and choices == 1 and generation.truncate is None:
+            watchers[0] += precompute.watchers(made.turn, made.requests[0], partial(made.parser, f"{id} 0"))
         if trace is not None:
             traced = trace.submitted(made.requests, asked.model, choices, bool(asked.stream))
             watchers = [[*watching, watch] for watching, watch in zip(watchers, traced, strict=True)]
@@ -291,7 +296,6 @@ class Generating:
         return self._annotated(await self._embeddings.answer(http, unheeded), unheeded)
 
     def _begin_embeddings(self, asked: EmbeddingRequest, prompts: Sequence[Request], tenant: bytes | None) -> Run:
-        if self._parts.precompute is not None:
-            self._parts.precompute.give_way()
+        self.give_way()
         watchers = [self._watchers(asked, asked.prompt_cache_key, each, "completion", tenant) for each in prompts]
         return Run(self._submit(prompts), 1, watchers, sum(len(prompt.tokens) for prompt in prompts))

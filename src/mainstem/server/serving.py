@@ -150,6 +150,7 @@ class _DrainingServer(uvicorn.Server):
     def _drain(self) -> None:
         log.info("draining: running requests have %g s to finish", self._timeout_s)
         try:
+            self._state.generating.give_way()
             if not self._engine.drain(self._timeout_s):
                 log.warning("cancelling the requests that still run after %g s", self._timeout_s)
                 self._engine.close()

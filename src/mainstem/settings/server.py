@@ -219,7 +219,8 @@ class ServerConfig(Settings):
         remember_answers: Memory for the tokens of answers, which are found again when a chat sends them back as text:
             bytes, or a size such as 64MiB; 0 turns this off.
         precompute_turns: After an answer, and while nothing else runs, compute the next turn as the chat template will
-            render it, if the template drops the reasoning or changes the answer.
+            render it, if the template drops the reasoning or changes the answer. The value is the share of the time
+            that those may take which do not come; 0 turns this off.
         embeddings: Serve /v1/embeddings: the mean of the model's last hidden states over a text. Chat models are not
             trained for that.
         tool_call_parser: Format in which the model writes calls of tools. auto: by its chat template and vocabulary.
@@ -254,7 +255,7 @@ class ServerConfig(Settings):
     )
     unknown_fields: UnknownFields = setting("refuse", one_of(UnknownFields))
     remember_answers: int = setting(64 << 20, integer(0, INT64_MAX), unit=SIZE)
-    precompute_turns: bool = setting(False, switch())
+    precompute_turns: float = setting(0.1, number(0, 1))
     embeddings: bool = setting(False, switch())
     tool_call_parser: ToolCallParser = setting("auto", one_of(ToolCallParser))
     reasoning_parser: ReasoningParser = setting("auto", one_of(ReasoningParser))

@@ -401,7 +401,8 @@ TABLE = {
 def answers(path: str) -> list[tuple[int, dict[str, str], str]]:
     """Returns the status, the headers that count and the body of the answer to each request of a table."""
     engine: Any = ScriptedEngine()
-    config = ServerConfig(embeddings=True, tool_call_parser="hermes", reasoning_parser="qwen3")
+    # Without what may or may not be computed between two requests.
+    config = ServerConfig(embeddings=True, tool_call_parser="hermes", reasoning_parser="qwen3", precompute_turns=0.0)
     server = TestClient(create_app(engine, config, now=lambda: 1e9), raise_server_exceptions=False)
     numbers, numbered, latest, made = count(1), dict[str, str](), "", []
 

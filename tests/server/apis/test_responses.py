@@ -34,7 +34,8 @@ SPEAKS: dict[str, Any] = {"tool_call_parser": "hermes", "reasoning_parser": "qwe
 
 def client(engine: FakeEngine | None = None, *, clock: Callable[[], float] | None = None, **config: Any) -> TestClient:
     timed = {} if clock is None else {"clock": clock}
-    return TestClient(create_app(engine or FakeEngine(), ServerConfig(**config), now=lambda: 1700000000.5, **timed))
+    settings = ServerConfig(**{"precompute_turns": 0.0, **config})  # which would be rendered between requests
+    return TestClient(create_app(engine or FakeEngine(), settings, now=lambda: 1700000000.5, **timed))
 
 
 def ask(server: TestClient, input: Any = "hi", key: str | None = None, **fields: Any) -> Any:

@@ -59,7 +59,8 @@ class Answer:
 def answers(requests: Iterable[Sent], **config: Any) -> list[Answer]:
     """Returns the answers to requests, one after the other, none of which is a hit of one before."""
     engine: Any = ScriptedEngine()
-    settings = ServerConfig(embeddings=True, tool_call_parser="hermes", reasoning_parser="qwen3", **config)
+    given = {"embeddings": True, "tool_call_parser": "hermes", "reasoning_parser": "qwen3", **config}
+    settings = ServerConfig(**given, precompute_turns=0.0)  # accounts are compared, and next turns come when they may
     app = create_app(engine, settings, clock=lambda: 1.0, now=lambda: 1e9, secret=bytes)
 
     async def counted() -> Counter[str]:

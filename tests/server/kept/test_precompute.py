@@ -4,23 +4,28 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
+from random import Random
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
+import uvicorn
 from machine import eventually
 from rigs.families import spelled, tokenizer_of, unusual
+from rigs.hand_driven import Clock
 from rigs.scripted_model import ScriptedEngine
 from starlette.testclient import TestClient
 
 from mainstem.cache.namespaces import Namespace
-from mainstem.errors import EngineFull
+from mainstem.errors import BadArgument, EngineFull
 from mainstem.runtime.request import Delta, Request
 from mainstem.runtime.text.prompts import ANSWER, Prompts, Template
 from mainstem.server.app import create_app
 from mainstem.server.kept.answers import Answers, Turn
 from mainstem.server.kept.precompute import Precompute
 from mainstem.server.parsing.output import Call, NoCall, OutputParser, Piece, PlainText, Reasoning, Text
+from mainstem.server.serving import _DrainingServer
 from mainstem.settings.engine import EngineConfig, SamplingParams
 from mainstem.settings.server import ServerConfig
 
@@ -35,10 +40,20 @@ CHAT = [{"role": "user", "content": "Who is it?"}]
 
 
 class Stream:
+    """A next turn that takes as long as its test says, or until it is cancelled."""
+
     cancelled = False
+
+    def __init__(self, engine: Engine, tokens: int) -> None:
+        self._engine, self._tokens = engine, tokens
 
     def cancel(self) -> None:
         self.cancelled = True
+
+    def result(self) -> Any:
+        self._engine.clock.now_s += self._engine.takes_s
+        self._engine.ended += 1
+        return SimpleNamespace(usage=SimpleNamespace(prompt_tokens=self._tokens, cached_tokens=3))
 
 
 class Engine:
@@ -48,7 +63,10 @@ class Engine:
     full = False
     config = EngineConfig(page_size=16)
 
-    def __init__(self) -> None:
+    takes_s = 0.0
+
+    def __init__(self, clock: Clock) -> None:
+        self.clock, self.ended = clock, 0
         self.asked: list[Request] = []
         self.streams: list[Stream] = []
 
@@ -59,18 +77,22 @@ class Engine:
         if self.full:
             raise EngineFull("full")
         self.asked.append(request)
-        self.streams.append(Stream())
+        self.streams.append(Stream(self, len(request.tokens)))
         return self.streams[-1]
 
 
 class Server:
     """One turn of a chat, and the next."""
 
-    def __init__(self, remember: int = 1 << 20, parser: Callable[[], OutputParser] = PlainText) -> None:
-        self.engine = Engine()
+    def __init__(
+        self, remember: int = 1 << 20, parser: Callable[[], OutputParser] = PlainText, share: float = 1.0
+    ) -> None:
+        self.clock = Clock()
+        self.engine = Engine(self.clock)
         self.prompts = Prompts(TOKENIZER, 4096)
         self.answers = Answers(self.prompts, TOKENIZER, remember)
-        self.precompute, self.parser = Precompute(self.engine, self.prompts), parser  # type: ignore[arg-type]
+        self.precompute = Precompute(self.engine, self.prompts, share, clock=self.clock)  # type: ignore[arg-type]
+        self.parser = parser
 
     def answer(
         self, tokens: Sequence[int], reason: str = "stop", template: Template = ANSWER, namespace: Any = None
@@ -86,12 +108,12 @@ class Server:
             watcher.close()
 
     def counts(self) -> dict[str, int]:
-        stats = self.precompute.stats()
-        return asdict(stats)
+        counts = asdict(self.precompute.stats())
+        return {name: count for name, count in counts.items() if not name.endswith("_tokens")}
 
     def settles(self, **counts: int) -> None:
-        expected = {"started": 0, "unchanged": 0, "skipped": 0, "used": 0, "unused": 0, **counts}
-        eventually(lambda: self.counts() == expected, 10.0)
+        expected = {**dict.fromkeys(self.counts(), 0), **counts}
+        eventually(lambda: self.counts() == expected and self.engine.ended == counts.get("started", 0), 10.0)
 
 
 @pytest.mark.parametrize("remember", [0, 1 << 20])
@@ -210,7 +232,7 @@ def test_a_call_that_was_none_is_text() -> None:
     ("fields", "computed"), [({}, True), ({"n": 2}, False), ({"truncate_prompt_tokens": 4000}, False)]
 )
 def test_only_a_whole_prompt_with_one_answer_has_a_next_turn(fields: dict[str, Any], computed: bool) -> None:
-    client = TestClient(create_app(ScriptedEngine(), ServerConfig(precompute_turns=True)))  # type: ignore[arg-type]
+    client = TestClient(create_app(ScriptedEngine(), ServerConfig()))  # type: ignore[arg-type]
     body = {"model": "scripted", "messages": [{"role": "user", "content": "<say>Hello.</say>"}], **fields}
     watched: list[Any] = []
     real = Precompute.watchers
@@ -289,11 +311,140 @@ def test_sixty_four_next_turns_may_still_come(turns: int) -> None:
     server.settles(started=turns, unused=max(turns - 64, 0))
 
 
+# ---------------------------------------------------------------- the share
+
+
+class Sessions(Server):
+    """Sessions whose next turns take a time by a clock of the test."""
+
+    def __init__(self, share: float, takes_s: float) -> None:
+        super().__init__(share=share)
+        self.engine.takes_s = takes_s
+        self.begun_s = self.clock()
+
+    @property
+    def passed_s(self) -> float:
+        return self.clock() - self.begun_s
+
+    @property
+    def spent_s(self) -> float:
+        return self.engine.ended * self.engine.takes_s
+
+    def turn(self, salt: str = "s", *, comes: bool) -> bool:
+        """Answers a turn; returns whether the next one was computed, which comes or does not."""
+        space, before = Namespace(salt=salt), self.counts()
+        self.answer(THINKING, namespace=space)
+        self._idle()
+        computed = self.counts()["started"] > before["started"]
+        assert computed or self.counts()["over_share"] == before["over_share"] + 1
+        if computed and comes:
+            turn = Turn(self.answers, self.prompts, space)
+            self.precompute.watchers(turn, Request(self.engine.asked[-1].tokens, SamplingParams(), space))
+        return computed
+
+    def _idle(self) -> None:
+        """Waits for the thread that computes."""
+        self.precompute._worker.submit(lambda: None).result(60)
+
+
+@pytest.mark.parametrize("share", [0.02, 0.1, 1.0])
+def test_what_is_in_vain_takes_a_share_of_the_time_at_most(share: float) -> None:
+    sessions, random = Sessions(share, takes_s=7.0), Random(0)
+    for number in range(300):
+        sessions.clock.now_s += random.random() * 20
+        sessions.turn(str(number), comes=False)
+        assert sessions.spent_s <= share * (600 + sessions.passed_s) + 7.0
+    assert sessions.counts()["over_share"]
+
+
+def test_a_next_turn_that_comes_costs_nothing() -> None:
+    sessions = Sessions(0.01, takes_s=5.0)
+    assert all(sessions.turn(comes=True) for _ in range(100))
+    assert sessions.spent_s > 0.9 * sessions.passed_s
+
+
+def test_a_turn_that_comes_while_its_end_is_computed_costs_nothing() -> None:
+    sessions = Sessions(0.01, takes_s=5.0)
+    result = Stream.result
+
+    def late(stream: Stream) -> Any:
+        space, asked = Namespace(salt="s"), sessions.engine.asked[-1]
+        turn = Turn(sessions.answers, sessions.prompts, space)
+        sessions.precompute.watchers(turn, Request(asked.tokens, SamplingParams(), space))
+        return result(stream)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Stream, "result", late)
+        assert all(sessions.turn(comes=False) for _ in range(20))
+
+
+def test_a_server_whose_clients_do_not_come_back_soon_does_next_to_nothing() -> None:
+    sessions = Sessions(0.1, takes_s=2.0)
+    spent_s = []
+    for hour in range(24):
+        before_s = sessions.spent_s
+        for minute in range(60):
+            sessions.turn(f"{hour} {minute}", comes=False)
+            sessions.clock.now_s = sessions.begun_s + 3600 * hour + 60 * (minute + 1)
+        spent_s.append(sessions.spent_s - before_s)
+    assert spent_s[0] > 20
+    assert sum(spent_s[12:]) < 12 * 3600 * 0.1 / 60, "a 64th of the share, after 64 that did not come"
+    while not sessions.turn("another client", comes=True):
+        sessions.clock.now_s += 60
+    assert all(sessions.turn("another client", comes=True) for _ in range(10)), "but it learns"
+
+
+@pytest.mark.parametrize(("takes_s", "goes_on"), [(66.6, True), (66.7, False)])
+def test_no_more_than_the_share_of_ten_minutes_is_saved_up(takes_s: float, goes_on: bool) -> None:
+    sessions = Sessions(0.1, takes_s)  # of which a tenth comes while it computes
+    sessions.clock.now_s += 1e6
+    assert [sessions.turn(str(number), comes=False) for number in range(2)] == [True, goes_on]
+
+
+def test_what_is_not_computed_costs_its_rendering() -> None:
+    server = Server(share=0.1)
+    before_next = server.prompts.before_next
+
+    def slowly(*arguments: Any) -> Any:
+        server.clock.now_s += 100.0
+        return before_next(*arguments)
+
+    server.prompts.before_next = slowly  # type: ignore[method-assign]
+    server.answer([*SAID, TOKENIZER.eos_token_id])
+    server.settles(unchanged=1)
+    server.answer([*SAID, TOKENIZER.eos_token_id])
+    server.settles(unchanged=1, over_share=1)
+
+
+def test_tokens_that_are_computed_ahead_are_counted() -> None:
+    server = Server()
+    server.answer(THINKING)
+    server.settles(started=1)
+    stats = server.precompute.stats()
+    assert (stats.cached_tokens, stats.computed_tokens) == (3, len(server.engine.asked[0].tokens) - 3)
+
+
+@pytest.mark.parametrize("wrong", [True, -0.1, 1.1, float("nan")])
+def test_a_share_is_a_number_up_to_1(wrong: float) -> None:
+    with pytest.raises(BadArgument, match="precompute_turns"):
+        ServerConfig(precompute_turns=wrong)
+
+
+@pytest.mark.parametrize("share", [0.1, 0.0])
+def test_a_server_that_drains_stops_computing_first(share: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    app = create_app(ScriptedEngine(), ServerConfig(precompute_turns=share))  # type: ignore[arg-type]
+    done: list[str] = []
+    monkeypatch.setattr(Precompute, "give_way", lambda self: done.append("gives way"))
+    engine: Any = SimpleNamespace(drain=lambda timeout_s: done.append("drains") or True)
+    _DrainingServer(uvicorn.Config(app), engine, app.state, 30.0)._drain()
+    assert done == ["gives way"] * bool(share) + ["drains"]
+
+
 @pytest.mark.parametrize("said", ["", "I look. "])
 def test_the_result_of_a_call_finds_its_turn(said: str) -> None:
     """The template writes arguments in another form than the model, so the call is computed as it comes back."""
     engine = ScriptedEngine()
-    client = TestClient(create_app(engine, ServerConfig(precompute_turns=True)))  # type: ignore[arg-type]
+    client = TestClient(create_app(engine, ServerConfig()))  # type: ignore[arg-type]
     tool = {"type": "function", "function": {"name": "f"}}
     body = {
         "model": "scripted",

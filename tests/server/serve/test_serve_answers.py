@@ -87,7 +87,8 @@ def chat(family: str, model: str = "llama", changes: dict[str, Any] | None = Non
         return runners[0]
 
     with Engine(made, limits, runner=runner) as engine:
-        talk = Chat(TestClient(create_app(engine, ServerConfig(**config))), engine, runners[0], tokenizer)
+        settings = ServerConfig(**{"precompute_turns": 0.0, **config})  # which would be among what was asked
+        talk = Chat(TestClient(create_app(engine, settings)), engine, runners[0], tokenizer)
         submit = engine.submit
         engine.submit = lambda request, **more: talk.asked.append(request) or submit(request, **more)  # type: ignore[method-assign,func-returns-value]
         yield talk
@@ -189,19 +190,19 @@ def thoughtful(talk: Chat, turn: int) -> list[int]:
 
 @pytest.mark.parametrize("family", slow_but(THINKING, "qwen"))
 def test_a_turn_without_its_thought_is_computed_while_nobody_waits(family: str) -> None:
-    hits = [hits_without_thoughts(family, precompute) for precompute in (False, True)]
+    hits = [hits_without_thoughts(family, share) for share in (0.0, 0.1)]
     for plain, computed, tokens in zip(hits[0][0], hits[1][0], hits[1][1], strict=True):
         assert plain <= tokens - TOKENS
         assert computed >= tokens - PAGE
 
 
-def hits_without_thoughts(family: str, precompute: bool) -> tuple[list[int], list[int]]:
+def hits_without_thoughts(family: str, share: float) -> tuple[list[int], list[int]]:
     """Returns of each turn but the first how much was cached, and how much of it was known before."""
     hits, known = [], []
-    with chat(family, precompute_turns=precompute) as talk:
+    with chat(family, precompute_turns=share) as talk:
         for turn in range(3):
             body = talk.say(f"Question {turn}: what is next?", thoughtful(talk, turn))
-            expected = outcomes(started=turn + 1, used=turn) if precompute else {}
+            expected = outcomes(started=turn + 1, used=turn) if share else {}
             eventually(partial(settled, talk, expected), 10.0)
             text = talk.rendered(talk.messages[:-1])
             assert "</think>" not in text
@@ -211,7 +212,7 @@ def hits_without_thoughts(family: str, precompute: bool) -> tuple[list[int], lis
 
 
 def outcomes(**counts: int) -> dict[str, float]:
-    return {"started": 0.0, "unchanged": 0.0, "skipped": 0.0, "used": 0.0, "unused": 0.0, **counts}
+    return {"started": 0.0, "unchanged": 0.0, "skipped": 0.0, "over_share": 0.0, "used": 0.0, "unused": 0.0, **counts}
 
 
 def settled(talk: Chat, expected: dict[str, float]) -> bool:
@@ -219,7 +220,7 @@ def settled(talk: Chat, expected: dict[str, float]) -> bool:
 
 
 def test_a_turn_is_not_computed_if_it_begins_with_what_is_cached() -> None:
-    with chat("llama3", precompute_turns=True) as talk:
+    with chat("llama3", precompute_turns=0.1) as talk:
         for turn in range(2):
             talk.say(f"Question {turn}: what is next?", answer(talk, "llama3", turn))
         eventually(partial(settled, talk, outcomes(unchanged=2)), 10.0)
@@ -227,7 +228,7 @@ def test_a_turn_is_not_computed_if_it_begins_with_what_is_cached() -> None:
 
 
 def test_without_memory_what_is_tokenised_anew_is_computed_ahead() -> None:
-    with chat("llama3", precompute_turns=True, remember_answers=0) as talk:
+    with chat("llama3", precompute_turns=0.1, remember_answers=0) as talk:
         talk.say("Question 0: what is next?", answer(talk, "llama3", 0))
         eventually(partial(settled, talk, outcomes(started=1)), 10.0)
         text = talk.rendered([*talk.messages, {"role": "user", "content": "And then?"}])
@@ -237,7 +238,7 @@ def test_without_memory_what_is_tokenised_anew_is_computed_ahead() -> None:
 
 @pytest.mark.parametrize("hint", ["no_store", "one_shot"])
 def test_nothing_is_kept_for_a_turn_that_will_not_come(hint: str) -> None:
-    with chat("llama3", precompute_turns=True) as talk:
+    with chat("llama3", precompute_turns=0.1) as talk:
         talk.say("Question 0: what is next?", answer(talk, "llama3", 0), cache_hints={hint: True})
         assert "mainstem_answers_remembered_total 0.0" in talk.http.get("/metrics").text
         assert settled(talk, outcomes())

@@ -15,6 +15,7 @@ from bench.tiny_models import HYBRIDS, loaded, tiny
 from mainstem.runtime.engine import Engine
 from mainstem.server.app import create_app
 from mainstem.settings.engine import EngineConfig
+from mainstem.settings.server import ServerConfig
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -33,7 +34,8 @@ def served(template: str) -> Iterator[tuple[TestClient, Engine, Any]]:
     made = replace(loaded(model), tokenizer=tokenizer)
     config = EngineConfig(pages=600, page_size=PAGE, token_budget=64, state_slots=40, checkpoint_tokens=0)
     with Engine(made, config) as engine:
-        yield TestClient(create_app(engine)), engine, tokenizer
+        # Next turns have checkpoints, too.
+        yield TestClient(create_app(engine, ServerConfig(precompute_turns=0.0))), engine, tokenizer
 
 
 def cached(server: TestClient, messages: list[dict[str, str]]) -> int:

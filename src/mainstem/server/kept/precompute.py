@@ -12,22 +12,27 @@ lowest priority. The next turn finds it.
                                '- computed here -'
 
 A request that comes ends it; pages that were computed by then stay in the cache.
+
+What is in vain takes a share of the time at most: a next turn costs what it took, and gets that back when it comes. Its
+cost is multiplied by how many of the latest ones were begun for each that came, so a server whose clients do not come
+back soon does next to nothing.
 """
 
 from __future__ import annotations
 
 import logging
 import threading
+import time
 from collections import defaultdict, deque
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 import numpy as np
 from numpy.typing import NDArray
 
-from mainstem.errors import MainstemError
+from mainstem.errors import EngineClosed, MainstemError
 from mainstem.metric import Metric, each
 from mainstem.runtime.request import LOWEST_PRIORITY, Delta, Request, Usage
 from mainstem.runtime.text.cuts import common_tokens
@@ -37,6 +42,7 @@ from mainstem.server.kept.answers import Turn
 from mainstem.server.parsing.output import Arguments, Call, NoCall, OutputParser, PlainText, Text
 from mainstem.server.run import Watcher
 from mainstem.settings.engine import SamplingParams
+from mainstem.share import Share
 
 if TYPE_CHECKING:
     from mainstem.runtime.engine import Engine
@@ -44,9 +50,11 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-Outcome = Literal["started", "unchanged", "skipped"]
-_MOST_WAITING = 64
-"""Next turns that may still come: one that is older counts as computed in vain."""
+Outcome = Literal["started", "unchanged", "skipped", "over_share"]
+_LATEST = 64
+"""Next turns that may still come: one before them counts as computed in vain."""
+_SAVED_UP_S = 600.0
+"""Time whose share may be spent at once, so that a night without requests is not made up for."""
 
 
 @dataclass(slots=True)
@@ -57,19 +65,43 @@ class TurnStats:
         started: begun.
         unchanged: not begun, because they begin with the answer as it is, or differ by less than a page.
         skipped: not begun, because other requests ran or waited, or because they do not fit.
+        over_share: not begun, because those in vain have taken their share of the time.
         used, unused: of those begun, the prompts that came and begin so, and those for which none came in time.
+        cached_tokens, computed_tokens: prompt tokens of those begun, which the engine counts as those of any prompt.
     """
 
     started: int = 0
     unchanged: int = 0
     skipped: int = 0
+    over_share: int = 0
     used: int = 0
     unused: int = 0
+    cached_tokens: int = 0
+    computed_tokens: int = 0
 
     METRICS: ClassVar = (
         Metric("mainstem_precomputed_turns", "Next turns that could be computed, by outcome",
-            each("{}", "started", "unchanged", "skipped", "used", "unused"), ("outcome",)),
+            each("{}", "started", "unchanged", "skipped", "over_share", "used", "unused"), ("outcome",)),
+        Metric("mainstem_precomputed_turns_tokens", "Prompt tokens of next turns, also counted as those of prompts",
+            each("{}_tokens", "cached", "computed"), ("kind",)),
     )  # fmt: skip
+
+
+@dataclass(slots=True, eq=False)
+class _Ahead:
+    """A next turn that was begun.
+
+    Args:
+        request: computes it.
+        stream: of that request.
+        used: whether a prompt came that begins so.
+        cost_s: what it took of the share; 0 while it is computed.
+    """
+
+    request: Request
+    stream: Stream = field(repr=False)
+    used: bool = False
+    cost_s: float = 0.0
 
 
 class Precompute:
@@ -78,19 +110,27 @@ class Precompute:
     Args:
         engine: computes them.
         prompts: of the model.
+        share: of the time that those in vain may take, above 0, up to 1.
         said: returns a message of the assistant as the chat template takes it; see `Dialect.said`.
+        clock: returns seconds, monotonic.
     """
 
     def __init__(
-        self, engine: Engine, prompts: Prompts, said: Callable[[Mapping[str, Any]], dict[str, Any] | None] = dict
+        self,
+        engine: Engine,
+        prompts: Prompts,
+        share: float,
+        said: Callable[[Mapping[str, Any]], dict[str, Any] | None] = dict,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self._engine, self._prompts, self._said = engine, prompts, said
+        self._engine, self._prompts, self._said, self._clock = engine, prompts, said, clock
         self._worker = ThreadPoolExecutor(1, "mainstem-precompute")
         self._lock = threading.Lock()  # guards all below
+        self._share = Share(share, share * _SAVED_UP_S, clock)
         self._arrivals = 0
         self._stream: Stream | None = None
         self._stats = TurnStats()
-        self._waiting: deque[Request] = deque()  # the next turns that were computed, and did not come yet
+        self._latest: deque[_Ahead] = deque()
 
     def watchers(self, turn: Turn, request: Request, parser: Callable[[], OutputParser] = PlainText) -> list[Watcher]:
         """Returns the watchers of a chat's only answer; none for other requests.
@@ -119,11 +159,13 @@ class Precompute:
             stream.cancel()
 
     def _count_used(self, request: Request) -> None:
-        """Counts the next turns that a request begins with."""
+        """Counts the next turns that a request begins with, and gives back what they cost."""
         with self._lock:
-            for computed in [each for each in self._waiting if _begins_with(request, each)]:
-                self._waiting.remove(computed)
-                self._stats.used += 1
+            for ahead in self._latest:
+                if not ahead.used and _begins_with(request, ahead.request):
+                    ahead.used = True
+                    self._stats.used += 1
+                    self._share.spend(-ahead.cost_s)
 
     def stats(self) -> TurnStats:
         """Returns the counts."""
@@ -131,25 +173,36 @@ class Precompute:
             return replace(self._stats)
 
     def _run(self, turn: Turn, request: Request, answer: Sequence[Delta], parser: OutputParser) -> None:
+        begun_s = self._clock()
         with self._lock:
             arrivals = self._arrivals
+        made: _Ahead | Outcome
         try:
-            outcome = self._compute(turn, request, answer, parser, arrivals)
+            made = self._begin(turn, request, answer, parser, arrivals)
         except MainstemError as error:
             log.debug("a next turn is not computed: %s", error)
-            outcome = "skipped"
+            made = "skipped"
         except Exception:  # e.g. of a template
             log.exception("a next turn cannot be computed")
-            outcome = "skipped"
+            made = "skipped"
         with self._lock:
+            outcome = "started" if isinstance(made, _Ahead) else made
             setattr(self._stats, outcome, getattr(self._stats, outcome) + 1)
+        if isinstance(made, _Ahead):
+            self._finish(made, begun_s)
+        else:
+            with self._lock:
+                self._share.spend(self._clock() - begun_s)
 
-    def _compute(
+    def _begin(
         self, turn: Turn, request: Request, answer: Sequence[Delta], parser: OutputParser, arrivals: int
-    ) -> Outcome:
+    ) -> _Ahead | Outcome:
         stats = self._engine.stats()
         if stats.running or stats.waiting:
             return "skipped"
+        with self._lock:
+            if not self._share.allows():
+                return "over_share"
         tokens = self._next(turn, _client_message(answer, parser))
         known = np.concatenate([request.tokens, *(np.asarray(delta.tokens, np.int32) for delta in answer)])
         if tokens is None:
@@ -157,21 +210,33 @@ class Precompute:
         same = common_tokens(tokens, known)
         if same >= len(known) - 1 or len(tokens) - same < self._engine.config.page_size:  # the last is often an end
             return "unchanged"
-        params = SamplingParams(max_tokens=0)
-        following = Request(tokens, params, request.namespace, LOWEST_PRIORITY)
-        stream = self._engine.submit(following)
+        following = Request(tokens, SamplingParams(max_tokens=0), request.namespace, LOWEST_PRIORITY)
+        ahead = _Ahead(following, self._engine.submit(following))
         with self._lock:
             came = self._arrivals > arrivals
-            self._stream = None if came else stream
             if not came:
-                self._waiting.append(following)
-            if len(self._waiting) > _MOST_WAITING:
-                self._waiting.popleft()
-                self._stats.unused += 1
+                self._stream = ahead.stream
+                self._latest.append(ahead)
+            if len(self._latest) > _LATEST:
+                self._stats.unused += not self._latest.popleft().used
         if came:
-            stream.cancel()
+            ahead.stream.cancel()
             return "skipped"
-        return "started"
+        return ahead
+
+    def _finish(self, ahead: _Ahead, begun_s: float) -> None:
+        """Waits for the end of a next turn, and charges what it took."""
+        try:
+            usage = ahead.stream.result().usage
+        except EngineClosed:
+            return
+        with self._lock:
+            self._stats.cached_tokens += usage.cached_tokens
+            self._stats.computed_tokens += usage.prompt_tokens - usage.cached_tokens
+            if not ahead.used:
+                begun_for_each = len(self._latest) / (1 + sum(each.used for each in self._latest))
+                ahead.cost_s = (self._clock() - begun_s) * begun_for_each
+                self._share.spend(ahead.cost_s)
 
     def _next(self, turn: Turn, answer: Mapping[str, Any]) -> NDArray[np.int32] | None:
         """Returns the next turn up to the text of the user, or of the first result of a tool, if it is known."""
