@@ -827,10 +827,10 @@ def test_policies_that_remember_are_notified_of_no_use_when_a_lease_ends(policy:
     assert order(end_late=True) == order(end_late=False)
 
 
-def test_a_lease_without_reuse_finds_nothing_and_publishes() -> None:
+def test_a_lease_that_may_match_nothing_finds_nothing_and_publishes() -> None:
     cache = copying(pages=8, size=2)[0]
     serve(cache, [1, 2, 3, 4, 5])
-    with cache.lease([1, 2, 3, 4, 5, 6, 7], reuse=False) as lease:
+    with cache.lease([1, 2, 3, 4, 5, 6, 7], most=0) as lease:
         assert (lease.hit, len(lease.page_table)) == (0, 0)
         lease.reserve(7)
         own = lease.page_table.tolist()
@@ -841,13 +841,32 @@ def test_a_lease_without_reuse_finds_nothing_and_publishes() -> None:
     cache.check()
 
 
-def test_a_lease_of_images_without_reuse_finds_nothing() -> None:
+@pytest.mark.parametrize("most", range(9))
+def test_a_lease_matches_as_many_positions_as_it_may(most: int) -> None:
+    for cache, page in ((PrefixCache(8, 2), 2), (copying(pages=8, size=2)[0], 1)):
+        serve(cache, [1, 2, 3, 4, 5, 6, 7])
+        with cache.lease([1, 2, 3, 4, 5, 6, 9], most=most) as lease:
+            assert lease.hit == min(most, 6) // page * page
+            lease.reserve(7 - lease.reserved)
+            lease.publish(6)
+        cache.check()
+
+
+def test_a_lease_of_images_matches_none_in_part() -> None:
     cache = PrefixCache(pages=40, page_size=2, keys=TypedKeys())
-    tokens = [1, image(1), 2, 3]
+    tokens = [1, image(1), 2, 3, 4]
     serve(cache, tokens)
-    assert cache.peek(tokens) > 0
-    with cache.lease(tokens, reuse=False) as lease:
-        assert lease.hit == 0
+    end = cache.peek(tokens)
+    for most, hit in ((0, 0), (1, 0), (2, 0), (end - 1, 0), (end, end), (end + 9, end)):
+        with cache.lease(tokens, most=most) as lease:
+            assert lease.hit == hit, most
+
+
+def test_a_lease_that_may_match_less_than_nothing_is_refused() -> None:
+    cache = PrefixCache(8, 2)
+    with pytest.raises(BadArgument, match="most"):
+        cache.lease([1, 2], most=-1)
+    assert cache.stats().leases.open == 0
 
 
 def test_a_removed_prefix_is_computed_again_and_a_running_lease_keeps_its_pages() -> None:

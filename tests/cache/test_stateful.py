@@ -271,14 +271,14 @@ class CacheWorld:
         for slot in range(positions):
             self.content[target, slot] = self.content[source, slot]
 
-    def lease(self, tokens: list[int], space: str | None, priority: int, reuse: bool = True) -> None:
+    def lease(self, tokens: list[int], space: str | None, priority: int, most: int | None = None) -> None:
         if self.model.copies and not self.model.free:
             self.flush()  # which pages a copy keeps is unspecified, except for the copied one
-        peeked = self.cache.peek(tokens, space) if reuse else 0
-        real = self.cache.lease(tokens, space, priority=priority, reuse=reuse)
-        assert real.hit == peeked or (self.model.copies and real.hit == peeked // self.size * self.size)
+        peeked = min(self.cache.peek(tokens, space), len(tokens) if most is None else most)
+        real = self.cache.lease(tokens, space, priority=priority, most=most)
+        assert real.hit == peeked or real.hit == peeked // self.size * self.size
         own = real.page_table[real.published // self.size :].tolist()
-        modelled = self.model.lease(tokens, space, priority, own, reuse)
+        modelled = self.model.lease(tokens, space, priority, own, most)
         assert (real.hit, real.reserved, real.published) == (modelled.hit, modelled.reserved, modelled.published)
         assert 0 <= real.hit == real.hit_tokens < real.length
         self.runs.append(Run(real, modelled, real.hit))
@@ -397,7 +397,7 @@ class CacheWorld:
             self.advise(rng)
         elif not self.runs or (roll < 0.25 and len(self.runs) < 6):
             tokens = some_tokens(rng, self.size) or [0]
-            self.lease(tokens, rng.choice(SPACES), rng.randrange(3), rng.random() < 0.9)
+            self.lease(tokens, rng.choice(SPACES), rng.randrange(3), rng.choice((*[None] * 8, 0, rng.randrange(9))))
         else:
             self.step_run(rng.choice(self.runs), roll, rng)
         self.verify()

@@ -113,7 +113,7 @@ def cache_calls() -> Callable[[bytes], None]:
             kind, space = choose.below(10), _SPACES[choose.below(2)]
             with suppress(BadArgument, BadTokens, LeaseClosed, OutOfPages):
                 if kind < 2:
-                    leases.append(cache.lease(choose.tokens(20), space, reuse=kind == 0))
+                    leases.append(cache.lease(choose.tokens(20), space, most=None if kind == 0 else choose.below(8)))
                 elif kind < 7 and leases:
                     use(choose, leases[choose.below(len(leases))], cache)
                 elif kind == 7 and leases:

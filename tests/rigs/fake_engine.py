@@ -142,7 +142,7 @@ class FakeStream:
         answer = said + answer[len(said) :]
         cut, stop = self._end(answer)
         made = 0
-        if params.prompt_logprobs is not None and len(self.request.tokens) > 1:
+        if params.prompt_logprobs is not None and len(self.request.tokens) > params.first_scored:
             yield Delta("", prompt_logprobs=self._prompt_logprobs(params.prompt_logprobs))
         if params.embedding:
             yield Delta("", embedding=embedding(self.request.tokens.tolist()))
@@ -182,7 +182,8 @@ class FakeStream:
     def _prompt_logprobs(self, best: int) -> tuple[TokenLogprob, ...]:
         tokens = self.request.tokens.tolist()
         top = tuple((65 + i, -float(i)) for i in range(best))
-        return tuple(TokenLogprob(token, -float(at), top, rank=at + 1) for at, token in enumerate(tokens[1:], 1))
+        first = self.request.params.first_scored
+        return tuple(TokenLogprob(token, -float(at), top, rank=at + 1) for at, token in [*enumerate(tokens)][first:])
 
     def _last(self, reason: str, made: int, error: str | None = None, stop: str | None = None) -> Delta:
         self.ended = True

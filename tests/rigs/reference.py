@@ -298,13 +298,13 @@ class ReferenceCache:
         return lease.table[lease.published // self.page_size :]
 
     def lease(
-        self, symbols: Symbols, namespace: Hashable = None, priority: int = 0, ids: Ids = (), reuse: bool = True
+        self, symbols: Symbols, namespace: Hashable = None, priority: int = 0, ids: Ids = (), most: int | None = None
     ) -> ReferenceLease:
-        """Matches all but the last symbol, locks the match, and copies the tail of a hit inside a page."""
+        """Matches all but the last symbol or so many, locks the match, and copies the tail of a hit inside a page."""
         lease = ReferenceLease(namespace, list(symbols), priority)
         self.leases.append(lease)
         if self.enabled:
-            found = self.tree.match(symbols[:-1] if reuse else (), namespace)
+            found = self.tree.match(symbols[:-1][:most], namespace)
             lease.hit = lease.reserved = lease.published = found.length
             lease.table, lease.locked = found.page_ids, found.end
             self.tree.lock(found.end)

@@ -104,6 +104,30 @@ def test_log_probabilities_of_a_prompt() -> None:
     assert error_of(chat(server, prompt_logprobs=21), 400)["param"] == "prompt_logprobs"
 
 
+@pytest.mark.parametrize("start", [None, 0, 1, 2, 4, 5])
+def test_log_probabilities_of_a_prompt_from_a_place_on(start: int | None) -> None:
+    server, before = client(), max(start or 0, 1)
+    expected = [None] * before + [-float(at) for at in range(before, 5)]
+    choice = complete(server, "abcde", prompt_logprobs=0, logprob_start=start).json()["choices"][0]
+    assert [found and next(iter(found.values()))["logprob"] for found in choice["prompt_logprobs"]] == expected
+    for stream in (False, True):
+        given = {"echo": True, "logprobs": 1, "max_tokens": 1, "stream": stream}
+        reply = complete(server, "abcde", logprob_start=start, **given)
+        first = events(reply)[0] if stream else reply.json()
+        logprobs = first["choices"][0]["logprobs"]
+        assert logprobs["token_logprobs"][:5] == expected and logprobs["tokens"][:5] == [*"abcde"]
+        assert [top is None for top in logprobs["top_logprobs"][:5]] == [value is None for value in expected]
+    asked = chat(server, prompt_logprobs=0, logprob_start=start).json()["prompt_logprobs"]
+    assert [found is None for found in asked] == [at < before for at in range(len(asked))]
+
+
+def test_a_place_behind_the_prompt_is_refused() -> None:
+    refused = error_of(complete(client(), "abc", echo=True, logprobs=0, logprob_start=4), 400)
+    assert refused["param"] == "logprob_start" and "at most 3" in refused["message"]
+    assert error_of(complete(client(), "abc", prompt_logprobs=0, logprob_start=-1), 400)["param"] == "logprob_start"
+    assert complete(client(), "abc", logprob_start=4).status_code == 200  # says nothing without log-probabilities
+
+
 @pytest.mark.parametrize("seed", [None, 5])
 def test_a_prompt_with_several_choices_is_scored_once(seed: int | None) -> None:
     engine = Graded()

@@ -41,7 +41,7 @@ CAUSES: Mapping[Cause, str] = {
     "late": "in storage, or perhaps, but computing was as quick",
     "failed": "in storage, or perhaps, but that failed",  # or a copy was begun, and it failed
     "not_stored": "an earlier request asked not to store it",
-    "scored": "log-probabilities of the prompt, or its embedding, need every position",
+    "scored": "log-probabilities of the prompt, or its embedding, need this position",
     "disabled": "the cache is off",
 }
 """The meaning of each cause of a miss, in words for people."""

@@ -190,7 +190,7 @@ class PrefixCache:
             self.tenants.set_quotas(quotas)
 
     def lease(
-        self, tokens: TokenLike, namespace: NamespaceLike = None, *, priority: int = 0, reuse: bool = True
+        self, tokens: TokenLike, namespace: NamespaceLike = None, *, priority: int = 0, most: int | None = None
     ) -> Lease:
         """Matches a prompt and locks the match, which leaves at least the last token to compute.
 
@@ -198,31 +198,33 @@ class PrefixCache:
             tokens: the prompt, at least one token.
             namespace: only prefixes in the same namespace are shared.
             priority: for the policy "priority".
-            reuse: False: the lease matches nothing, so the whole prompt is computed (for its logits, or to measure a
-                miss); its pages are published as usual.
+            most: positions of the prompt that may be matched, so that the others are computed, for their logits; 0: the
+                whole prompt is, also to measure a miss. Its pages are published as usual. None: all but the last.
 
         Raises:
             BadTokens: the prompt is empty or holds a token out of range.
-            BadArgument: the priority is not an int32.
+            BadArgument: the priority is not an int32, or `most` is below 0.
             OutOfPages: there is no slot for the lease's own state; only with states.
         """
+        if most is not None:
+            most = check_integer("most", most, 0, 2**31 - 1)
         name = b"" if namespace is None else encode_namespace(namespace)
-        if reuse and self.retention.renews:
+        if most != 0 and self.retention.renews:
             self.retention.hit(name, self.tree.keys.encode(tokens))
         if not self._token_limit:
-            return self._lease_of_kind(tokens, name, priority, reuse)
-        if self._copy_page is None or not reuse:
-            return Lease(self._core, name, tokens, priority, None if reuse else 0)
-        lease = Lease(self._core, name, tokens, priority, None, True)
+            return self._lease_of_kind(tokens, name, priority, most)
+        if self._copy_page is None or most == 0:
+            return Lease(self._core, name, tokens, priority, most)
+        lease = Lease(self._core, name, tokens, priority, most, True)
         self._copy_inside(lease)
         return lease
 
-    def _lease_of_kind(self, tokens: TokenLike, namespace: bytes, priority: int, reuse: bool) -> Lease:
+    def _lease_of_kind(self, tokens: TokenLike, namespace: bytes, priority: int, most: int | None) -> Lease:
         """Makes a lease on tokens that must be encoded first, and that a hit may not cut everywhere."""
         sequence = self.tree.keys.sequence()
         symbols = sequence.append(tokens)
-        for inside, on_host in ((reuse and self._copy_page is not None, True), (False, False)):
-            limit = self._longest(symbols, sequence, namespace, inside, on_host) if reuse else 0
+        for inside, on_host in ((most != 0 and self._copy_page is not None, True), (False, False)):
+            limit = self._longest(symbols, sequence, namespace, inside, on_host, most)
             lease = _KindLease(
                 self._core, namespace, symbols, priority, limit, inside, sequence=sequence, page_size=self.page_size
             )
@@ -261,12 +263,21 @@ class PrefixCache:
         encoded = tokens if isinstance(tokens, Encoded) else Encoded.of(self.tree.keys, tokens)
         return self._longest(encoded.symbols, encoded.sequence, name, inside, on_host=True)
 
-    def _longest(self, symbols: bytes, sequence: KeySequence, namespace: bytes, inside: bool, on_host: bool) -> int:
-        """Returns the longest hit that leaves a token to compute and cuts none.
+    def _longest(
+        self,
+        symbols: bytes,
+        sequence: KeySequence,
+        namespace: bytes,
+        inside: bool,
+        on_host: bool,
+        most: int | None = None,
+    ) -> int:
+        """Returns the longest hit, of at most `most` positions, that leaves a token to compute and cuts none.
 
         `inside`: it may end inside a page; `on_host`: it may end on the host.
         """
-        hit = sequence.floor(max(len(symbols) // self.tree.keys.symbol_bytes - 1, 0))
+        longest = max(len(symbols) // self.tree.keys.symbol_bytes - 1, 0)
+        hit = sequence.floor(longest if most is None else min(longest, most))
         while True:
             boundary, positions, host = self.tree.core.peek(namespace, symbols, 0, inside, hit)
             boundary += host if on_host else 0

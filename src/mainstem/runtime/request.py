@@ -180,8 +180,8 @@ class Request:
             the same stop text. None: they count anywhere.
 
     Raises:
-        BadArgument: the namespace, the priority, the images, the positions or the marks are invalid, or `said` is
-            longer than the answer may be.
+        BadArgument: the namespace, the priority, the images, the positions or the marks are invalid, `said` is longer
+            than the answer may be, or `logprob_start` is behind the prompt.
         BadTokens: the prompt is empty, or it or `said` has more than one dimension, or holds anything but int32
             integers >= 0.
     """
@@ -214,6 +214,9 @@ class Request:
         said = _checked_tokens("the begin of an answer", np.asarray(self.said)) if len(self.said) else _NOTHING
         object.__setattr__(self, "said", said)
         _require("said", len(said), len(said) <= self.params.max_tokens, "at most max_tokens tokens")
+        start, length = self.params.logprob_start, len(tokens)
+        fits = self.params.prompt_logprobs is None or start <= length
+        _require("logprob_start", start, fits, f"at most {length}, the tokens of the prompt")
 
     def positions_of(self, begin: int, end: int) -> NDArray[np.int64] | None:
         """Returns the M-RoPE positions of the tokens at [begin, end), int64 [3, end - begin]; None: their indices.
@@ -333,7 +336,8 @@ class Delta:
         usage: on the last event.
         error: what went wrong, if the reason is "error".
         stop: the stop text that ended the text, if one did; on the last event.
-        prompt_logprobs: one for each token of the prompt but the first, if requested: before or with the first token.
+        prompt_logprobs: one for each token of the prompt from `logprob_start` on, if requested: before or with the
+            first token.
         embedding: float32 [size], of length 1: the mean of the prompt's last hidden states, if requested.
     """
 

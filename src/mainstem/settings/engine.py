@@ -111,7 +111,9 @@ class SamplingParams(Settings):
         stop: Text that ends the answer. Repeat it for several texts.
         ignore_eos: Continue after the model's end-of-sequence tokens.
         logprobs: None: none; k: each token's log-probability and the k best alternatives, 0 to 20.
-        prompt_logprobs: The same for the tokens of the prompt. Its KV is then computed, not taken from the cache.
+        prompt_logprobs: The same for the tokens of the prompt. Its KV is then computed, not taken from the cache, but
+            for what is before `logprob_start`.
+        logprob_start: The place of the first token of the prompt that has a log-probability. At place 0 none has one.
         embedding: Return the mean of the prompt's last hidden states, too. Its KV is then computed, not taken from the
             cache, and nothing is generated: `max_tokens` is 0.
         min_tokens: Minimum number of tokens before the answer may end by itself; at most `max_tokens`.
@@ -143,6 +145,7 @@ class SamplingParams(Settings):
     ignore_eos: bool = setting(False, switch(), flag=False)
     logprobs: int | None = setting(None, integer(0, MAX_LOGPROBS), flag=False)
     prompt_logprobs: int | None = setting(None, integer(0, MAX_LOGPROBS), flag=False)
+    logprob_start: int = setting(0, integer(0), flag=False)
     embedding: bool = setting(False, switch(), flag=False)
     min_tokens: int = setting(0, integer(0), flag=False)
     stop_token_ids: tuple[int, ...] = setting((), _TOKENS, flag=False)
@@ -170,9 +173,14 @@ class SamplingParams(Settings):
             raise BadArgument("allowed_token_ids", self.allowed_token_ids, "None with a grammar, which says the same")
 
     @property
-    def reads_prompt(self) -> bool:
-        """Whether they ask for something about every position of the prompt, so that nothing of it may be cached."""
-        return self.embedding or self.prompt_logprobs is not None
+    def reads_from(self) -> int | None:
+        """The first position of the prompt that they ask something about, so that it has to be computed; None: none."""
+        return 0 if self.embedding else None if self.prompt_logprobs is None else self.first_scored - 1
+
+    @property
+    def first_scored(self) -> int:
+        """The place of the first token of the prompt that has a log-probability."""
+        return max(self.logprob_start, 1)
 
     @property
     def shapes_logits(self) -> bool:

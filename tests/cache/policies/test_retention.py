@@ -94,8 +94,8 @@ def test_a_hit_renews_what_it_has_all_of() -> None:
     cache.retention.retain(P, 10.0, renew_s=5.0)
     assert cache.retention.renews
     cache.retention.poll(8.0)
-    for prompt, reuse in ((P[:6], True), ([*P[:7], 99, 98], True), ([*P, 50, 51], False)):  # not all of it; no hit
-        cache.lease(prompt, reuse=reuse).abort()
+    for prompt, most in ((P[:6], None), ([*P[:7], 99, 98], None), ([*P, 50, 51], 0)):  # not all of it; no hit
+        cache.lease(prompt, most=most).abort()
     cache.lease([*P, 50, 51], "another").abort()
     cache.retention.poll(10.0)
     assert cache.retention.stats().prefixes == 0

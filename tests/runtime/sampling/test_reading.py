@@ -142,15 +142,15 @@ def embedded(bench: Bench, id: str) -> list[Any]:
 
 
 def check(bench: Bench, id: str) -> None:
-    """Checks what a request has read of its prompt: all that it asked for, without a hit."""
+    """Checks what a request has read of its prompt: all that it asked for, with a hit on no more than before it."""
     tokens, params = bench.requests[id].tokens.tolist(), bench.requests[id].params
-    wanted = params.prompt_logprobs
-    assert scored(bench, id) == ([] if wanted is None else expected(tokens, wanted))
+    wanted, before = params.prompt_logprobs, max(params.logprob_start - 1, 0)
+    assert scored(bench, id) == ([] if wanted is None else expected(tokens, wanted)[before:])
     vectors = embedded(bench, id)
     assert len(vectors) == params.embedding
     for vector in vectors:
         np.testing.assert_allclose(vector, embedding(tokens), atol=1e-6)
-    assert bench.hit(id) == 0 or not params.reads_prompt
+    assert bench.hit(id) <= (0 if params.embedding else len(tokens) if wanted is None else before)
 
 
 POOLS: dict[str, Any] = {
@@ -179,6 +179,7 @@ def test_random_prompts_are_read_whatever_runs_beside_them(
         stem = rng.choice(stems)
         tokens = stem[: rng.randint(1, len(stem))] + prompt(rng.random(), rng.choice([0, 1, 5]))
         asked = {"max_tokens": rng.choice([0, 1, 25]), "prompt_logprobs": rng.choice([None, 0, 2])}
+        asked["logprob_start"] = rng.choice([0, 1, rng.randint(0, len(tokens))])
         bench.add(tokens, ignore_eos=True, **(READINGS["embedding"] if rng.random() < 0.3 else asked))
         bench.step(rng.choice([0, 1, 3]))
     bench.run_and_flush()
@@ -243,6 +244,57 @@ def test_scores_come_once_and_before_the_first_token() -> None:
     first, *rest = bench.deltas[id]
     assert len(first.prompt_logprobs) == 10 and not first.tokens
     assert not any(delta.prompt_logprobs for delta in rest)
+
+
+@pytest.mark.parametrize("pools", POOLS)
+def test_what_is_before_the_first_score_is_found_like_any_prompt(pools: str) -> None:
+    bench = Bench(POOLS[pools])
+    tokens = prompt(1, 6 * PAGE + 2)
+    bench.one(tokens, logprob_start=len(tokens))  # says nothing without prompt_logprobs
+    ends = {start: bench.one(tokens, prompt_logprobs=1, logprob_start=start) for start in range(len(tokens) + 1)}
+    for start, id in ends.items():
+        check(bench, id)
+        before = max(start - 1, 0)
+        hits = {"full": min(before, 6 * PAGE), "window": before // PAGE * PAGE, "states": bench.hit(id)}
+        assert bench.hit(id) == hits[pools]
+    assert len(scored(bench, ends[len(tokens)])) == 0 and len(scored(bench, ends[len(tokens) - 1])) == 1
+
+
+def test_what_is_before_the_first_score_is_found_after_a_mark() -> None:
+    bench = Bench(POOLS["states"])
+    context = prompt(1, 4 * PAGE)
+    for seed in range(2, 5):
+        id = bench.one(context + prompt(seed, 3), prompt_logprobs=0, logprob_start=4 * PAGE + 1, marks=[4 * PAGE])
+        check(bench, id)
+        assert bench.hit(id) == (4 * PAGE if seed > 2 else 0)
+
+
+def test_it_waits_for_one_who_computes_what_is_before_the_first_score() -> None:
+    bench = Bench(token_budget=8)
+    tokens = prompt(1, 20)
+    bench.add(tokens, max_tokens=1)
+    second = bench.add(tokens, max_tokens=1, prompt_logprobs=0, logprob_start=18)
+    bench.run_and_flush()
+    check(bench, second)
+    assert bench.hit(second) == 17 // PAGE * PAGE
+
+
+def test_the_first_score_is_inside_the_prompt() -> None:
+    tokens = prompt(1, 5)
+    params = {"prompt_logprobs": 0, "logprob_start": 6}
+    with pytest.raises(BadArgument, match=r"logprob_start.*at most 5, the tokens of the prompt"):
+        Bench().add(tokens, **params)
+    with pytest.raises(BadArgument, match="logprob_start"):
+        SamplingParams(logprob_start=-1)
+
+
+def test_positions_before_the_first_score_take_none_of_the_rows(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(scheduler, "_MOST_LOGITS", 6 * LETTERS)
+    bench = Bench(token_budget=20)
+    id = bench.add(prompt(1, 30), max_tokens=1, prompt_logprobs=0, logprob_start=13)
+    bench.run_and_flush()
+    check(bench, id)
+    assert bench.ghost.forwards == [[18], [6], [6]]
 
 
 def test_rows_of_a_step_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:

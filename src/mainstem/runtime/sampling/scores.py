@@ -75,9 +75,8 @@ def keep_scores(
         if not sequence.scoring or alternatives is None:
             kept.append(rows)
             continue
-        after = sequence.tokens.known[sequence.computed + 1 : sequence.computed + n + 1]
-        scores = ranks.share(partial(score, rows, after, alternatives))
-        kept.append(rows[n - 1 :] if n == sequence.uncomputed else rows[:0])
+        scores = ranks.share(partial(score, rows, sequence.scored(n), alternatives))
+        kept.append(rows[-1:] if n == sequence.uncomputed else rows[:0])
         if scores is None:
             unscored.append(sequence)
         else:

@@ -71,7 +71,7 @@ class Circumstances:
         missed: what storage has, or may have, and did not bring.
         failed: positions whose copy to the device failed.
         unstored: positions that an earlier request asked not to store.
-        scored: whether every position had to be computed.
+        scored_from: the first position that had to be computed, whatever the cache has; None: there was none.
         too_short: whether the host had too little to be loaded; else the device had no room for it.
     """
 
@@ -81,7 +81,7 @@ class Circumstances:
     missed: Sequence[Missed] = ()
     failed: tuple[int, int] = (0, 0)
     unstored: tuple[int, int] = (0, 0)
-    scored: bool = False
+    scored_from: int | None = None
     too_short: bool = True
 
     def fail(self) -> None:
@@ -96,7 +96,7 @@ class Circumstances:
         page, length = self.page_size, self.known[-1].end
         missed = [each._replace(begin=each.begin * page, end=each.end * page) for each in self.missed]
         last = (length - 1) // page * page
-        edges = {0, last, length, *self.failed, *self.unstored}
+        edges = {0, last, length, *self.failed, *self.unstored, self.scored_from or 0}
         for parts in (self.known, self.found, missed):
             edges |= {edge for part in parts for edge in (part.begin, part.end)}
         edges |= {each.parted.at for each in self.known if each.parted is not None}
@@ -115,7 +115,7 @@ def _explain(begin: int, end: int, missed: Sequence[Missed], about: Circumstance
     for each in about.found:
         if at([(each.begin, each.end)]):
             return Stretch(begin, end, each.tier, idle_s=before.idle_s if before.tier == each.tier else None)
-    if about.scored:
+    if about.scored_from is not None and begin >= about.scored_from:
         return Stretch(begin, end, cause="scored")
     if at([about.failed]):
         return Stretch(begin, end, cause="failed", detail="load")

@@ -54,14 +54,15 @@ class Hits:
         namespace = request.namespace
         known = known_to(self._cache, prompt, namespace, distances=distances)
         symbols, page = np.frombuffer(prompt.symbols, np.int32), self._cache.page_size
-        hit = 0 if request.params.reads_prompt else self._cache.peek(prompt, namespace)
+        most = request.params.reads_from
+        hit = 0 if most == 0 else self._cache.peek(prompt, namespace)
+        hit = hit if most is None else min(hit, most)
         device = next((each.begin for each in known if each.tier != "device"), len(request.tokens))
         short = self._cache.tiers is None or hit - device < self._cache.tiers.load_min_tokens()
         hit = min(hit, -(-device // page) * page) if short else hit
         found = [TierHit(each.begin, min(each.end, hit), each.tier) for each in known if each.tier and each.begin < hit]
         unstored = self._unstored.find(symbols, encode_namespace(namespace))
-        scored = request.params.reads_prompt
-        return Circumstances(known, page, found, unstored=unstored, scored=scored, too_short=short).explain()
+        return Circumstances(known, page, found, unstored=unstored, scored_from=most, too_short=short).explain()
 
     def admitted(self, sequence: Sequence, lease: Lease, load: Load | None, now_s: float) -> None:
         """Counts what an admitted request found: all of it the first time, then what it has met."""
@@ -73,7 +74,8 @@ class Hits:
             self._totals.cached_tokens += sequence.cached_tokens
             self._note(sequence, 0, sequence.cached_tokens, "device")
             self._count_load(sequence, load, loaded)
-            self._totals.stateless_tokens += 0 if sequence.reading else max(0, lease.reach - sequence.computed)
+            if sequence.most_cached is None:
+                self._totals.stateless_tokens += max(0, lease.reach - sequence.computed)
             if sequence.explained is not None and self._cache.tiers is not None and load is None:
                 sequence.explained.too_short = lease.loadable < self._cache.tiers.load_min_tokens()
         elif sequence.prefetch.met:  # the beginning of a page may have been copied before
@@ -101,7 +103,7 @@ class Hits:
         explained = sequence.explained
         if explained is None:
             return
-        explained.missed, explained.scored = sequence.prefetch.missed, sequence.request.params.reads_prompt
+        explained.missed, explained.scored_from = sequence.prefetch.missed, sequence.request.params.reads_from
         sequence.explanation = explained.explain()
         for cause, tokens in count_missed(sequence.explanation).items():
             self._totals.missed[cause] += tokens

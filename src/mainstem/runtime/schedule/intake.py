@@ -65,7 +65,7 @@ class Intake:
                 does not compile; they ask how likely images are; or no pool holds the window of one of its images.
             UnsupportedModel: it has a grammar, which this model cannot follow.
         """
-        if request.images and request.params.reads_prompt:
+        if request.images and request.params.reads_from is not None:
             name = "embedding" if request.params.embedding else "prompt_logprobs"
             raise BadArgument(name, getattr(request.params, name), "left out for a prompt with images")
         check_rules(request.params, self._eos, self._vocab_size)

@@ -210,7 +210,7 @@ class Scheduler:
             return
         for other in self._running.values():
             self._queue.request_checkpoint(other, sequence)
-        if not sequence.reading:
+        if sequence.most_cached != 0:
             sequence.prefetch.begin()
         self._sessions.arrived(sequence)
 
@@ -356,7 +356,8 @@ class Scheduler:
         for sequence, hit in ranked:
             if not self._has_room(budget):
                 break
-            if self._queue.is_deferred(sequence, hit, running) or sequence.prefetch.waits(again=not sequence.reading):
+            again = sequence.most_cached != 0
+            if self._queue.is_deferred(sequence, hit, running) or sequence.prefetch.waits(again=again):
                 continue
             if self._blocked == (sequence.id, self._room()):
                 break
@@ -381,8 +382,9 @@ class Scheduler:
         budget = budget if ahead is None else min(budget, ahead)
         if not sequence.scoring:
             return sequence.chunk(budget) if budget > 0 else 0
-        n = sequence.chunk(min(budget, self._rows)) if min(budget, self._rows) > 0 else 0
-        self._rows -= n
+        most = min(budget, self._rows + sequence.score_from - sequence.computed)
+        n = sequence.chunk(most) if most > 0 else 0
+        self._rows -= sequence.rows(n) if n else 0
         return n
 
     def _room(self) -> tuple[int, ...]:
@@ -403,10 +405,10 @@ class Scheduler:
 
     def _admit(self, sequence: Sequence, budget: int) -> None:
         """Leases the longest cached prefix and reserves pages for the rest of the prompt, or raises OutOfPages."""
-        request, reuse = sequence.request, not sequence.reading
+        request, most = sequence.request, sequence.most_cached
         sequence.timeline.match()
         self.hits.before(sequence)
-        lease = self._cache.lease(sequence.tokens.key(), request.namespace, priority=request.priority, reuse=reuse)
+        lease = self._cache.lease(sequence.tokens.key(), request.namespace, priority=request.priority, most=most)
         load = self._tiers.load(lease) if self._tiers is not None and self._fits(sequence, lease) else None
         try:
             sequence.open(lease, load, self._queue.plan_checkpoints(sequence, lease), self._cache.page_size)

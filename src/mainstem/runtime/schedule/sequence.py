@@ -62,7 +62,7 @@ class Sequence:
         self.computed = 0
         self.draft = self.tokens.ids[:0]  # after the known tokens, computed with the newest of them; see `speculate`
         self.pace = Pace()
-        self.scores: list[TokenLogprob] = []  # of the prompt's tokens after the first, if they are asked for
+        self.scores: list[TokenLogprob] = []  # of the prompt's tokens from `logprob_start` on, if they are asked for
         self.pooling = Pooling() if request.params.embedding else None
         self.admitted_s: float | None = None
         self.first_token_s: float | None = None
@@ -108,14 +108,15 @@ class Sequence:
         return self.computed < self._prefill_end
 
     @property
-    def reading(self) -> bool:
-        """Whether something about every position of the prompt is left to compute: then all are, and nothing is hit."""
-        return self.scoring or self.pooling is not None
+    def most_cached(self) -> int | None:
+        """How much of the prompt may be cached, where something about the positions after it is left to compute."""
+        return self.request.params.reads_from if self.scoring or self.pooling is not None else None
 
     @property
     def scoring(self) -> bool:
         """Whether log-probabilities of the prompt are left to compute."""
-        return self.request.params.prompt_logprobs is not None and len(self.scores) < len(self.request.tokens) - 1
+        params = self.request.params
+        return params.prompt_logprobs is not None and len(self.scores) < len(self.request.tokens) - params.first_scored
 
     @property
     def publishing(self) -> bool:
@@ -237,14 +238,22 @@ class Sequence:
 
     def rows(self, n: int) -> int:
         """Returns of how many of the next n tokens, and of the draft, logits are needed: always the last ones."""
-        if self.scoring:
-            return n
-        return 1 + len(self.draft) if n == self.uncomputed else 0
+        last = 1 + len(self.draft) if n == self.uncomputed else 0
+        return max(last, self.computed + n - self.score_from) if self.scoring else last
+
+    def scored(self, n: int) -> NDArray[np.int32]:
+        """Returns the tokens whose log-probabilities the next n tokens give: each of a row has the one after it."""
+        return self.tokens.known[self.score_from + 1 : self.computed + n + 1]
 
     def keep(self, scores: list[TokenLogprob]) -> None:
         """Keeps the log-probabilities of the tokens after those that are computed next."""
-        del self.scores[self.computed :]  # of before a preemption, after which it begins anew
+        del self.scores[self.score_from + 1 - self.request.params.first_scored :]  # of before a preemption
         self.scores += scores
+
+    @property
+    def score_from(self) -> int:
+        """The first position that is computed next, or later, whose logits give a log-probability of the prompt."""
+        return max(self.computed, self.request.params.first_scored - 1)
 
     def segment(self, n: int) -> Segment:
         """Returns the next n tokens to compute, and the draft."""

@@ -49,9 +49,10 @@ class WaitingQueue:
         oldest = heapq.nsmallest(_RANKED, self.sequences.values(), key=Sequence.precedence)
 
         def hit(sequence: Sequence) -> int:
-            if sequence.reading:
+            if sequence.most_cached == 0:
                 return 0
-            return self._cache.peek(sequence.tokens.encoded(), sequence.request.namespace)
+            hit = self._cache.peek(sequence.tokens.encoded(), sequence.request.namespace)
+            return hit if sequence.most_cached is None else min(hit, sequence.most_cached)
 
         def rank(entry: tuple[Sequence, int]) -> tuple[object, ...]:
             sequence, hit = entry
@@ -63,7 +64,7 @@ class WaitingQueue:
 
     def is_deferred(self, sequence: Sequence, hit: int, running: Iterable[Sequence]) -> bool:
         """Whether a running prefill will soon publish more of this prompt than the cache has, or has loaded it."""
-        if not self._cache.enabled or sequence.reading or self._is_aged(sequence):
+        if not self._cache.enabled or self._is_aged(sequence):
             return False
         for other in running:
             if other.publishing and other.namespace == sequence.namespace and self._will_share(other, sequence, hit):
@@ -96,7 +97,9 @@ class WaitingQueue:
 
     def _will_share(self, other: Sequence, sequence: Sequence, hit: int) -> bool:
         """Whether a running prefill will publish, or has loaded, more of a prompt than `hit`."""
-        shared = self._shared(other, sequence)
+        shared, page = self._shared(other, sequence), self._cache.page_size
+        if sequence.most_cached is not None:
+            shared = min(shared, sequence.most_cached // page * page)
         if self.plans_states:
             shared = other.last_planned(shared)
         return shared > hit or shared > other.loading_from

@@ -23,8 +23,9 @@ from mainstem.server.apis.replies import (
 class CompletionLogprobs(Struct):
     """`logprobs` of a completion choice: four lists of equal length; offsets count characters of the text.
 
-    With `echo`, they begin with the tokens of the prompt. The first one of these has no log-probability. The token
-    itself is among the likeliest ones in any case, so that there may be one more of these than was asked for.
+    With `echo`, they begin with the tokens of the prompt. Those before `logprob_start` have no log-probability, nor has
+    the first one. The token itself is among the likeliest ones in any case, so that there may be one more of these than
+    was asked for.
     """
 
     tokens: list[str]
@@ -132,9 +133,10 @@ class CompletionReply(ChunkReply):
         """Returns the log-probabilities of a prompt, and of its answer after them."""
         kept = [replace(score, top=score.top[: echo.alternatives]) for score in scores]
         made, answer = self._logprobs(kept, []), answer or CompletionLogprobs([], [], [], [])
+        unscored = [None] * (len(echo.tokens) - len(kept))
         return CompletionLogprobs(
             [*map(self._name, echo.tokens), *answer.tokens],
-            [None, *made.token_logprobs, *answer.token_logprobs],
-            [None, *made.top_logprobs, *answer.top_logprobs],
+            [*unscored, *made.token_logprobs, *answer.token_logprobs],
+            [*unscored, *made.top_logprobs, *answer.top_logprobs],
             [*echo.offsets, *answer.text_offset],
         )

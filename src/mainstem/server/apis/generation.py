@@ -207,6 +207,12 @@ class Generation:
         echoed = self.logprobs if isinstance(self.prompt, Texts) and self.prompt.echo and self.shows_logprobs else None
         return max((k for k in (self.prompt_logprobs, echoed) if k is not None), default=None)
 
+    @property
+    def unscored(self) -> int:
+        """How many tokens of the prompt have no log-probability, where those of the prompt are asked for."""
+        start: int = self.sampling.get("logprob_start", 0)
+        return max(start, 1)
+
     def params(self, room: int, choice: int = 0) -> SamplingParams:
         """Returns the sampling parameters of one choice, which may use all `room` in the context by default.
 

@@ -314,7 +314,7 @@ class ChunkReply(Reply):
     def _prompt_logprobs(self, deltas: Sequence[Delta]) -> PromptLogprobs | UnsetType:
         if self._asked.prompt_logprobs is None:
             return UNSET
-        return [None, *map(self._scored, scores_of(deltas))]
+        return [*[None] * self._asked.unscored, *map(self._scored, scores_of(deltas))]
 
     def _scored(self, score: TokenLogprob) -> dict[int, PromptLogprob]:
         top = [(score.token, score.logprob, score.rank)]

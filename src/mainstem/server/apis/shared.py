@@ -40,6 +40,7 @@ class OpenRequest(Structured, kw_only=True):
     include_stop_str_in_output: bool | None = None
     truncate_prompt_tokens: Annotated[int, Meta(ge=1)] | None = None
     prompt_logprobs: int | None = None
+    logprob_start: int | None = None
     return_token_ids: bool | None = None
     return_tokens_as_token_ids: bool | None = None
     cache_hints: CacheHints | None = None
