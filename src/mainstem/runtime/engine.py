@@ -38,6 +38,7 @@ from mainstem.runtime.models.loading import LoadedModel
 from mainstem.runtime.models.runner import ModelRunner
 from mainstem.runtime.request import Completion, Request
 from mainstem.runtime.sampling.grammars import Grammars
+from mainstem.runtime.scoring import Score, requests_of, score_of
 from mainstem.runtime.stream import Stream
 from mainstem.runtime.text.escapes import begun_once
 from mainstem.settings.engine import EngineConfig, SamplingParams
@@ -129,7 +130,36 @@ class Engine:
             EngineFull: other callers fill the queue.
             EngineClosed: see `submit`.
         """
-        requests = [self._resolve(Request(self._encode(prompt), params)) for prompt in prompts]
+        return self._complete([Request(self._encode(prompt), params) for prompt in prompts])
+
+    def score(
+        self,
+        context: str | Sequence[int],
+        continuations: Sequence[str | Sequence[int]],
+        namespace: Namespace | str | None = None,
+        *,
+        keep: bool = False,
+    ) -> list[Score]:
+        """Returns how likely the model finds each of several texts after one context, which is computed once.
+
+        Args:
+            context: text or tokens, at least one token.
+            continuations: text or tokens, at least one token each. Text is divided into tokens by itself.
+            namespace: as in a request; it may name an adapter.
+            keep: the KV of continuations stays in the cache, too, for contexts that go on from them.
+
+        Raises:
+            BadTokens: the context or a continuation is empty.
+            RequestTooLong, BadTokens, EngineFull, EngineClosed: see `generate`.
+        """
+        texts = [self._encode(each, begins=False) for each in continuations]
+        before = self._encode(context)
+        completions = self._complete(requests_of(before, texts, namespace, keep=keep))
+        return [score_of(each) for each in completions[len(completions) - len(texts) :]]
+
+    def _complete(self, asked: Sequence[Request]) -> list[Completion]:
+        """Runs requests, as many at a time as may wait, and returns what came of each, in order."""
+        requests = [self._resolve(request) for request in asked]
         encoded = [self._core.scheduler.intake.check(request) for request in requests]
         streams: list[Stream] = []
         read = 0
@@ -168,9 +198,11 @@ class Engine:
         adapter = self._core.model.adapters.get(namespace.adapter)
         return replace(namespace, adapter=adapter.namespace), adapter
 
-    def _encode(self, prompt: str | Sequence[int]) -> NDArray[Any]:
+    def _encode(self, prompt: str | Sequence[int], *, begins: bool = True) -> NDArray[Any]:
         if not isinstance(prompt, str):
             return np.asarray(prompt)
+        if not begins:
+            return np.asarray(self.tokenizer.encode(prompt, add_special_tokens=False), np.int32)
         return np.asarray(begun_once(self.tokenizer, self.tokenizer.encode(prompt)))
 
     @property

@@ -23,7 +23,7 @@ from starlette.responses import Response
 
 from mainstem.cache.namespaces import Namespace
 from mainstem.errors import MainstemError
-from mainstem.runtime.request import Request
+from mainstem.runtime.request import Delta, Request
 from mainstem.server import errors
 from mainstem.server.access.envelope import shown
 from mainstem.server.apis.embeddings import PATH as EMBEDDINGS
@@ -31,6 +31,7 @@ from mainstem.server.apis.embeddings import EmbeddingList, EmbeddingRequest, Emb
 from mainstem.server.apis.generation import Generation
 from mainstem.server.apis.replies import ChunkUsage, Extras, Head, Reply
 from mainstem.server.apis.rewriting import header
+from mainstem.server.apis.scores import Answer, Scores
 from mainstem.server.apis.table import APIS, Api, Count
 from mainstem.server.errors import ApiError, client_names
 from mainstem.server.fields.openapi import Operation
@@ -53,6 +54,7 @@ if TYPE_CHECKING:
     from mainstem.runtime.stream import Stream
 
 _COUNTS = "Count the tokens of a prompt"
+_AT_ONCE = 64  # prompts of a request that generate nothing, which are in the engine together
 _IMAGE_THREADS = 8  # for requests with images, which may have to be fetched
 _FINGERPRINT_BYTES = 16 << 20  # a byte for each token of a prompt, about
 
@@ -77,7 +79,7 @@ class Generating:
         self.responses = StoredResponses(self.kept)
         self._fingerprints = ResponseStore[Fingerprint](_FINGERPRINT_BYTES, config.response_ttl_s, parts.clock)
         self._parsing_images = anyio.CapacityLimiter(_IMAGE_THREADS)
-        self._embeddings = Embeddings(parts, self._begin_embeddings)
+        self._embeddings, self._scores = Embeddings(parts, self._computed), Scores(parts, self._computed)
         self.explain = Explanations(parts, self.read)
 
     def routes(self) -> list[Operation]:
@@ -93,7 +95,16 @@ class Generating:
                 for each in counts
             ),
             Operation(
-                "POST", EMBEDDINGS, self._embed, "Return the embeddings of texts", EmbeddingRequest, EmbeddingList
+                "POST",
+                EMBEDDINGS,
+                partial(self._answered, self._embeddings.answer),
+                "Return the embeddings of texts",
+                EmbeddingRequest,
+                EmbeddingList,
+            ),
+            *(
+                Operation("POST", path, partial(self._answered, answer), summary, request, response)
+                for path, answer, summary, request, response in self._scores.routes()
             ),
         ]
 
@@ -275,7 +286,7 @@ class Generating:
         response.headers.update(unheeded.headers)
         return response
 
-    # ---- tokens that are counted, and embeddings
+    # ---- tokens that are counted, embeddings, and scores
 
     async def _counted(self, count: Count, http: HttpRequest) -> Response:
         """Answers with the number of tokens of a prompt."""
@@ -291,11 +302,21 @@ class Generating:
 
         return self._annotated(json_response(count.response(await self._parts.bodies.parsed(http, counted))), unheeded)
 
-    async def _embed(self, http: HttpRequest) -> Response:
+    async def _answered(self, answer: Answer, http: HttpRequest) -> Response:
+        """Answers a request that generates nothing."""
         unheeded = Unheeded(self._tolerant)
-        return self._annotated(await self._embeddings.answer(http, unheeded), unheeded)
+        return self._annotated(await answer(http, unheeded), unheeded)
 
-    def _begin_embeddings(self, asked: EmbeddingRequest, prompts: Sequence[Request], tenant: bytes | None) -> Run:
-        self.give_way()
-        watchers = [self._watchers(asked, asked.prompt_cache_key, each, "completion", tenant) for each in prompts]
-        return Run(self._submit(prompts), 1, watchers, sum(len(prompt.tokens) for prompt in prompts))
+    async def _computed(
+        self, http: HttpRequest, asked: Any, prompts: Sequence[Request], tenant: bytes | None
+    ) -> list[list[Delta]]:
+        """Runs prompts that generate nothing, a part of them at a time; returns the events of each."""
+        most, answers = min(_AT_ONCE, self._engine.config.max_waiting), list[list[Delta]]()
+        for i in range(0, len(prompts), most):
+            part = prompts[i : i + most]
+            self.give_way()
+            watchers = [self._watchers(asked, asked.prompt_cache_key, each, "completion", tenant) for each in part]
+            with Run(self._submit(part), 1, watchers, sum(len(prompt.tokens) for prompt in part)) as run:
+                await run.finish(http.receive)
+            answers += run.answers
+        return answers

@@ -7,8 +7,8 @@ trained for it, so the route is there only if the settings say so.
 from __future__ import annotations
 
 import base64
-from collections.abc import Callable, Sequence
-from typing import Literal, TypeAlias
+from collections.abc import Awaitable, Callable, Sequence
+from typing import Any, Literal, TypeAlias
 
 import anyio.to_thread
 import numpy as np
@@ -17,13 +17,12 @@ from numpy.typing import NDArray
 from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
 
-from mainstem.runtime.request import Request
+from mainstem.runtime.request import Delta, Request
 from mainstem.server import errors
 from mainstem.server.apis.bodies import TokenId, decode_known, prompts_of
 from mainstem.server.errors import ApiError
 from mainstem.server.fields.rules import Field, Rules, Unheeded
 from mainstem.server.parts import Parts
-from mainstem.server.run import Run
 from mainstem.server.transport import json_response
 from mainstem.settings.engine import SamplingParams
 
@@ -33,7 +32,6 @@ MAX_INPUTS = 2048
 
 RULES = Rules({"user": Field("who asks")})
 
-_AT_ONCE = 64  # inputs of a request that are in the engine together
 _PARAMS = SamplingParams(max_tokens=0, embedding=True)
 
 
@@ -73,8 +71,8 @@ class EmbeddingList(Struct):
 
 
 Made: TypeAlias = tuple[EmbeddingRequest, list[Request]]
-Begin: TypeAlias = Callable[[EmbeddingRequest, Sequence[Request], bytes | None], Run]
-"""Submits all of some prompts of a client or none; raises MainstemError in the second case."""
+Compute: TypeAlias = Callable[[HttpRequest, Any, Sequence[Request], bytes | None], Awaitable[list[list[Delta]]]]
+"""Runs the prompts of a client, a part of them at a time; returns the events of each."""
 
 
 class Embeddings:
@@ -82,15 +80,15 @@ class Embeddings:
 
     Args:
         parts: of the server.
-        begin: begins to compute.
+        compute: runs the prompts.
     """
 
-    def __init__(self, parts: Parts, begin: Begin) -> None:
-        self._parts, self._begin = parts, begin
+    def __init__(self, parts: Parts, compute: Compute) -> None:
+        self._parts, self._compute = parts, compute
         self._engine, self._access, self._preparation = parts.engine, parts.access, parts.preparation
 
     async def answer(self, http: HttpRequest, unheeded: Unheeded) -> Response:
-        """Answers a request, a part of its inputs at a time, and adds the fields that do nothing.
+        """Answers a request, and adds the fields that do nothing.
 
         Raises:
             ApiError, MainstemError, ClientDisconnect: it cannot be answered.
@@ -105,14 +103,9 @@ class Embeddings:
             return self._made(decode_known(body, EmbeddingRequest, unheeded, RULES), tenant)
 
         ask, prompts = await self._parts.bodies.parsed(http, made)
-        vectors: list[NDArray[np.float32]] = []
-        most = min(_AT_ONCE, self._engine.config.max_waiting)
-        for i in range(0, len(prompts), most):
-            with errors.client_names({"prompt": "input"}):
-                begun = self._begin(ask, prompts[i : i + most], tenant)
-            with begun as run:
-                await run.finish(http.receive)
-            vectors += [delta.embedding for answer in run.answers for delta in answer if delta.embedding is not None]
+        with errors.client_names({"prompt": "input"}):
+            answers = await self._compute(http, ask, prompts, tenant)
+        vectors = [delta.embedding for answer in answers for delta in answer if delta.embedding is not None]
         return await anyio.to_thread.run_sync(self._reply, ask, prompts, vectors)
 
     def _made(self, ask: EmbeddingRequest, tenant: bytes | None) -> Made:
