@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import socket
-from contextlib import nullcontext
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -54,32 +54,28 @@ def test_a_completion_has_16_tokens_where_no_number_is_given() -> None:
     assert engine.streams[0].request.params.max_tokens == 16
 
 
-def test_inputs_of_embeddings_are_computed_64_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    from mainstem.server.apis.embeddings import Embeddings
+class Counting(FakeEngine):
+    """Counts how many requests were in the engine together."""
 
-    begun: list[int] = []
+    most = 0
 
-    async def finish(receive: Any) -> None: ...
+    def submit(self, request: Any, **options: Any) -> Any:
+        stream = super().submit(request, **options)
+        self.most = max(self.most, sum(not each.ended for each in self.streams))
+        return stream
 
-    async def parsed(http: Any, made: Any) -> Any:
-        return None, [object()] * 200
 
-    def begin(ask: Any, prompts: Any, tenant: Any) -> Any:
-        begun.append(len(prompts))
-        return nullcontext(SimpleNamespace(finish=finish, answers=[]))
-
-    parts: Any = SimpleNamespace(
-        engine=SimpleNamespace(config=SimpleNamespace(max_waiting=10**6)),
-        access=SimpleNamespace(tenant=lambda headers: None),
-        preparation=None,
-        config=SimpleNamespace(embeddings=True),
-        draining=lambda: False,
-        bodies=SimpleNamespace(parsed=parsed),
-    )
-    monkeypatch.setattr(Embeddings, "_reply", lambda *_: None)
-    http: Any = SimpleNamespace(headers={}, receive=None)
-    anyio.run(Embeddings(parts, begin).answer, http, None)
-    assert begun == [64, 64, 64, 8]
+@pytest.mark.parametrize(("waiting", "most"), [(100, 64), (64, 64), (10, 10)])
+def test_prompts_that_generate_nothing_are_computed_64_at_a_time(waiting: int, most: int) -> None:
+    engine = Counting()
+    engine.config = replace(engine.config, max_waiting=waiting)
+    with TestClient(create_app(engine, ServerConfig(embeddings=True))) as server:
+        body = {"model": "fake", "input": ["a"] * 200}
+        assert len(server.post("/v1/embeddings", json=body).json()["data"]) == 200
+        assert (engine.most, len(engine.streams)) == (most, 200)
+        body = {"model": "fake", "text_1": "a", "text_2": ["b"] * 80}
+        assert len(server.post("/v1/score", json=body).json()["data"]) == 80
+    assert (engine.most, len(engine.streams)) == (most, 200 + 160)
 
 
 def test_eight_requests_fetch_images_and_256_schemas_are_known() -> None:

@@ -11,8 +11,9 @@ from rigs.fake_engine import FakeEngine
 from starlette.testclient import TestClient
 
 from mainstem.runtime.request import TokenLogprob
-from mainstem.server.apis.scores import LABELS, MAX_TEXTS, TEMPLATE, first_of
+from mainstem.server.apis.scores import LABELS, MAX_TEXTS, TEMPLATE, ScoreRequest, first_of, pairs_of
 from mainstem.server.app import create_app
+from mainstem.server.errors import ApiError
 from mainstem.settings.server import ServerConfig
 
 PAGE = 16
@@ -128,6 +129,14 @@ def test_what_cannot_be_scored_is_refused_by_name(path: str, fields: dict[str, A
     reply = post(client(engine), path, **fields)
     assert reply.status_code in (400, 404) and reply.json()["error"]["param"] == param, reply.text
     assert not engine.streams
+
+
+def test_a_request_has_2048_pairs_at_most() -> None:
+    body = ScoreRequest(model="fake", text_1="a", text_2=["b"] * 2048)
+    assert len(pairs_of(body)) == 2048
+    body.text_2 = ["b"] * 2049
+    with pytest.raises(ApiError, match="at most 2048 pairs"):
+        pairs_of(body)
 
 
 def test_the_probability_of_the_first_label() -> None:
