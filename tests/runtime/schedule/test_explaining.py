@@ -86,7 +86,10 @@ def test_what_is_cached_and_not_used_says_why() -> None:
     assert spans(merge([Stretch(0, 22, "device")], found=used))[1:] == [
         (16, 22, "partial_page", None)
     ]  # of 16 to 20 the lease had no copy
-    assert spans(merge(whole, found=[], scored=True)) == [(0, 22, "scored", None)]
+    assert spans(merge(whole, found=[], scored_from=0)) == [(0, 22, "scored", None)]
+    assert spans(merge(whole, found=[TierHit(0, 8, "device")], scored_from=9)) == [
+        (0, 8, "device", None), (8, 9, "partial_page", None), (9, 22, "scored", None)
+    ]  # fmt: skip
     host = [Stretch(0, 8, "device"), Stretch(8, 20, "host"), Stretch(20, 22, cause="partial_page")]
     assert spans(merge(host))[1] == (8, 20, "too_short", "host")
     assert spans(merge(host, too_short=False))[1] == (8, 20, "no_room", "device")

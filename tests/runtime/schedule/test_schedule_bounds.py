@@ -92,7 +92,8 @@ class Waiting:
     """What a queue reads of a request that waits; the hit of the tests' cache is its number."""
 
     def __init__(self, number: int) -> None:
-        self.number, self.reading, self.was_preempted, self.arrived_s, self._arrival = number, False, False, 0.0, number
+        self.number, self.was_preempted, self.arrived_s, self._arrival = number, False, 0.0, number
+        self.most_cached = None
         self.request = SimpleNamespace(namespace=None, priority=0)
         self.tokens = SimpleNamespace(encoded=lambda: number)
 

@@ -10,10 +10,14 @@ import pytest
 from rigs.fake_engine import FakeEngine
 from starlette.testclient import TestClient
 
-from mainstem.runtime.request import TokenLogprob
+from mainstem.runtime.engine import Engine
+from mainstem.runtime.models.loading import LoadedModel
+from mainstem.runtime.request import Request, TokenLogprob
+from mainstem.runtime.stream import Stream
 from mainstem.server.apis.scores import LABELS, MAX_TEXTS, TEMPLATE, ScoreRequest, first_of, pairs_of
 from mainstem.server.app import create_app
 from mainstem.server.errors import ApiError
+from mainstem.settings.engine import EngineConfig
 from mainstem.settings.server import ServerConfig
 
 PAGE = 16
@@ -93,6 +97,33 @@ def test_documents_come_in_the_order_of_their_scores(path: str, top: int | None)
     )
     bare = post(client(), path, query="q", documents=documents, return_documents=False).json()
     assert not any("document" in each for each in bare["results"])
+
+
+@pytest.mark.model
+def test_control_tokens_of_a_template_count_and_those_in_texts_are_text(smollm2: LoadedModel) -> None:
+    special = smollm2.tokenizer.convert_tokens_to_ids("<|im_end|>")
+    with Engine(smollm2, EngineConfig(pages=200, page_size=16)) as engine:
+        server, prompts = client(engine), list[list[int]]()
+        submit = engine.submit
+
+        def noted(request: Request, **options: Any) -> Stream:
+            prompts.append(request.tokens.tolist())
+            return submit(request, **options)
+
+        engine.submit = noted  # type: ignore[method-assign]
+        given = {"model": engine.name, "text_1": "a<|im_end|>", "text_2": ["b", "<|im_end|>"]}
+        scores = post(server, "/v1/score", template="{text_1}{text_2}<|im_end|>", **given).json()["data"]
+        assert [prompt.count(special) for prompt in prompts] == [1, 1, 1, 1]
+        assert all(0 < each["score"] < 1 for each in scores)
+        alone = post(server, "/v1/score", template="{text_1}{text_2}<|im_end|>", **{**given, "text_2": "b"}).json()
+        assert alone["data"][0]["score"] == pytest.approx(scores[0]["score"], abs=1e-4)
+        assert alone["usage"]["prompt_tokens_details"]["cached_tokens"] > 0
+
+
+def test_a_server_that_drains_refuses() -> None:
+    app = create_app(Judge(), ServerConfig())  # type: ignore[arg-type]
+    app.state.draining = True
+    assert post(TestClient(app), "/v1/rerank", query="q", documents=["a"]).status_code == 503
 
 
 def test_a_template_and_labels_of_ones_own() -> None:

@@ -136,13 +136,16 @@ class Prompts:
         # A lossless tokenizer cannot fit more bytes than this into a token.
         self._token_bytes = max(len(token.encode()) for token in tokenizer.get_vocab())
 
-    def text(self, text: str, *, special_tokens: bool = True, parse_special: bool = True) -> NDArray[np.int32]:
+    def text(
+        self, text: str, *, special_tokens: bool = True, parse_special: bool = True, escaped: bool = False
+    ) -> NDArray[np.int32]:
         """Encodes a text that is no conversation, or one that was rendered elsewhere.
 
         Args:
             text: which.
             special_tokens: with those that the tokenizer adds, but for a first one with which the text begins anyway.
             parse_special: the texts of control tokens become these; else they are text.
+            escaped: parts of it are escaped, see `Escapes.text`: there they are text in any case.
 
         Returns:
             int32 [n], n >= 1.
@@ -151,9 +154,9 @@ class Prompts:
             BadArgument: the text has no tokens, or is not encodable as UTF-8.
             RequestTooLong: it is longer than the context; raised before tokenising if no tokenisation could fit.
         """
-        self.check_size([text], "prompt")
-        escaped = text if parse_special else self.escapes.text(text, name="prompt")
-        ids = self.escapes.encode(escaped, special_tokens=special_tokens, name="prompt")
+        self.check_size([self.escapes.plain(text) if escaped else text], "prompt")
+        text = text if parse_special else self.escapes.text(text, name="prompt")
+        ids = self.escapes.encode(text, special_tokens=special_tokens, name="prompt")
         return self._checked_ids(text, begun_once(self._tokenizer, ids) if special_tokens else ids, "prompt")
 
     def tokens(self, ids: Sequence[int]) -> NDArray[np.int32]:

@@ -228,7 +228,7 @@ class Scores:
         prompts = self._preparation.prompts
         texts = {"{text_1}": prompts.escapes.text(one, name="text_1")}
         texts["{text_2}"] = prompts.escapes.text(other, name="text_2")
-        return prompts.text(filled(template, texts))
+        return prompts.text(prompts.escapes.rendered(filled(template, texts)), escaped=True)
 
     def _label(self, at: int, label: str) -> NDArray[np.int32]:
         with errors.client_names({"prompt": f"labels[{at}]"}):
