@@ -22,7 +22,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
 SOURCE, CORE = ROOT / "src" / "mainstem", ROOT / "src" / "mainstem" / "core" / "csrc"
-_MOST_OPEN = 30
+_MOST_OPEN = 24
 
 _ROOMS = (
     "cache", "tiers", "tiers/host", "tiers/prefetch", "tiers/storage", "storage", "storage/file", "storage/peer",
