@@ -289,7 +289,7 @@ def test_the_first_wrong_id_is_named_in_every_form(ids: list[int], limit: int) -
 
 @pytest.mark.parametrize("size", [0, -1, 2**31 + 1])
 def test_a_vocabulary_has_a_size(size: int) -> None:
-    with pytest.raises(BadArgument):
+    with pytest.raises(BadArgument, match=rf"^vocab_size = {size}: must be an integer from 1 to {2**31}$"):
         TokenKeys(vocab_size=size)
 
 
@@ -360,11 +360,13 @@ def test_a_block_hash_is_one_symbol(width: int) -> None:
 def test_hash_keys_refuse_a_broken_symbol_and_other_widths() -> None:
     with pytest.raises(BadTokens):
         HashKeys(16).encode(bytes(17))
-    with pytest.raises(BadArgument):
-        HashKeys(4)
-    with pytest.raises(BadArgument):
+    for width in (0, 4, 9, 12, 32, 8.0, True, "8"):
+        with pytest.raises(BadArgument, match=rf"^width = {width!r}: must be 8 or 16$"):
+            HashKeys(width)  # type: ignore[arg-type]
+    assert type(HashKeys(np.int64(8)).symbol_bytes) is int  # type: ignore[arg-type]
+    with pytest.raises(BadArgument, match=r"^width = 4: must be 8 or 16$"):
         hash_blocks([1, 2], 1, width=4)
-    with pytest.raises(BadArgument):
+    with pytest.raises(BadArgument, match=rf"^block_size = 0: must be an integer from 1 to {2**31}$"):
         hash_blocks([1, 2], 0)
 
 
@@ -439,8 +441,9 @@ def test_block_hashes_refuse_what_is_no_token(tokens: Any) -> None:
 
 
 def test_a_seed_has_64_bytes_at_most() -> None:
-    with pytest.raises(BadArgument, match="seed"):
+    with pytest.raises(BadArgument, match=r"^seed = b.*: must be at most 64 bytes$"):
         hash_blocks([1], 1, seed=bytes(65))
+    assert hash_blocks([1], 1, seed=bytes(64)) != hash_blocks([1], 1)
 
 
 # ---------------------------------------------------------------- typed tokens
@@ -614,10 +617,12 @@ def test_a_size_is_the_nearest_of_bins_spread_over_the_logarithm() -> None:
 
 @pytest.mark.parametrize("value", [-0.001, 1.001, float("nan"), float("inf")])
 def test_values_outside_of_the_whole_have_no_bin(value: float) -> None:
-    with pytest.raises(BadArgument):
+    with pytest.raises(BadArgument, match=rf"^position = {value}: must be from 0 to 1$"):
         Coordinate.nearest(value)
-    with pytest.raises(BadArgument):
+    with pytest.raises(BadArgument, match=rf"^width = {value}: must be above 0, and at most 1$"):
         Size.nearest(value, 1)
+    with pytest.raises(BadArgument, match=rf"^height = {value}: must be above 0, and at most 1$"):
+        Size.nearest(1, value)
 
 
 def test_the_bin_decides_and_never_the_value() -> None:

@@ -101,6 +101,8 @@ def test_a_fleet_comes_up_and_is_noted(
     assert (replicas, gpus, len(mark)) == (1, 0, 16)
     assert machine.place.read() == Record("127.0.0.1:77", url, mark, 1)
     assert os.environ[MARK] == mark
+    own = machine.place.environment(mark)
+    assert len(own) > 6 and {name: os.environ[name] for name in own} == own
     names = [call[0] for call in machine.ray.calls]
     assert names == ["model", "init", "serve.start", "serve.run_many", "shutdown"]
     assert machine.ray.calls[0] == ("model", os.path.realpath(model))
@@ -120,6 +122,14 @@ def test_settings_of_the_command_come_before_those_of_the_file(
     assert (config.port, config.cpus, config.engine.tiers.storage) == (port, 0.01, store)
     assert config.model == str(folder / "own")  # beside the file
     assert len(config.engine.tiers.storage_secret or b"") == 64
+
+
+def test_a_folder_of_the_store_is_the_one_that_the_user_sees(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(machine.folder)
+    given = ("--replicas", "1", "--port", str(free_port()), "--store", "file:kv?capacity=1GiB")
+    assert machine.run("up", *given) == 0
+    config = next(call[1].target.arguments[2] for call in machine.ray.calls if call[0] == "serve.run_many")
+    assert config.engine.tiers.storage == f"shared+file:{machine.folder}/kv?capacity=1GiB"
 
 
 @pytest.mark.parametrize(

@@ -195,9 +195,9 @@ class HashKeys:
     token_limit = 0
 
     def __init__(self, width: int = 16) -> None:
-        if check_integer("width", width, 8, 16) not in (8, 16):
+        if not isinstance(width, int | np.integer) or width not in (8, 16):
             raise BadArgument("width", width, "8 or 16")
-        self.symbol_bytes = width
+        self.symbol_bytes = int(width)
 
     def __repr__(self) -> str:
         return f"HashKeys(width={self.symbol_bytes})"
