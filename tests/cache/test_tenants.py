@@ -23,7 +23,7 @@ from mainstem.runtime.request import Request
 from mainstem.server.app import create_app
 from mainstem.settings.engine import EngineConfig, HostSize, SamplingParams, TierConfig
 from mainstem.settings.server import ServerConfig
-from mainstem.settings.tenants import read_tenants
+from mainstem.settings.tenants import Amounts, read_tenants
 
 FILE = """
 [others]
@@ -85,6 +85,19 @@ def test_quotas_are_fractions_of_the_tiers(file: Path) -> None:
     assert engine.quotas.of(space.encode()) == Quota(Share(0.5, 0.8), Share(0.25), 0.5)
     assert engine.quotas.others == Quota(Share(maximum=0.25))
     assert len(engine.quotas.named) == 2
+
+
+def test_without_quotas_a_tenant_may_have_all_and_is_promised_nothing(tmp_path: Path, file: Path) -> None:
+    for text in ("", '[tenants.a]\napi_key = "one"', '[tenants.a]\napi_key = "one"\nhost = {}\n[others.device]'):
+        read = read_tenants(write(tmp_path / "t", text))
+        for each in (read.others, *read.tenants.values()):
+            for amounts in (each.device, each.host):
+                assert amounts == Amounts("0%", "100%") and amounts.fractions("at", 1000) == (0.0, 1.0)
+                assert amounts.fractions("at", 0) == (0.0, 1.0)
+            assert each.retained is None
+    read = read_tenants(file)
+    assert (read.tenants["search"].device, read.tenants["search"].host) == (Amounts("500", "80%"), Amounts("1KB"))
+    assert (read.others.device, read.others.host) == (Amounts(maximum="25%"), Amounts())
 
 
 def test_one_key_in_the_file_is_a_tenant_of_its_own(tmp_path: Path) -> None:

@@ -230,6 +230,59 @@ def test_a_command_has_no_two_settings_of_a_name(kinds: tuple[type[Settings], ..
     assert len(names) == len(set(names))
 
 
+FOR_PROGRAMS = """
+Grammar.kind = 'json_object': one of json_object, json_schema, regex, choice, lark
+Grammar.text = '': a string
+SamplingParams.ignore_eos = False: True or False
+SamplingParams.logprobs = None: an integer from 0 to 20
+SamplingParams.prompt_logprobs = None: an integer from 0 to 20
+SamplingParams.embedding = False: True or False
+SamplingParams.min_tokens = 0: an integer from 0 to 2147483647
+SamplingParams.stop_token_ids = (): token ids
+SamplingParams.presence_penalty = 0.0: a number, -2 or more, up to 2
+SamplingParams.frequency_penalty = 0.0: a number, -2 or more, up to 2
+SamplingParams.repetition_penalty = 1.0: a number, 0.01 or more, up to 100
+SamplingParams.logit_bias = (): pairs of a token id and a number, up to 1,000,000; each token once
+SamplingParams.allowed_token_ids = None: token ids, at least one
+SamplingParams.bad_words = (): sequences of at least one token id
+SamplingParams.skip_special_tokens = True: True or False
+SamplingParams.hidden_tokens = frozenset(): a frozenset of token ids
+SamplingParams.include_stop_str_in_output = False: True or False
+SamplingParams.grammar = None: a Grammar
+Shares.pages = None: an integer from 1 to 2147483647
+Shares.state_slots = None: an integer from 1 to 2147483647
+Limits.age_limit_s = 30.0: a number, 0 or more
+StorageConfig.prefetch_timeout_per_page_s = 0.01: a number of seconds, 0 or more
+StorageConfig.prefetch_host_share = 0.5: a number, above 0, up to 1
+StorageConfig.max_prefetches = 64: an integer from 1 to 2147483647
+StorageConfig.batch_pages = 32: an integer from 1 to 2147483647
+StorageConfig.batches = 4: an integer from 1 to 2147483647
+StorageConfig.call_timeout_s = 5.0: a number of seconds, above 0
+StorageConfig.queue_pages = 1024: an integer from 1 to 2147483647
+StorageConfig.writes = 2: an integer from 1 to 2147483647
+StorageConfig.breaker_failures = 3: an integer from 1 to 2147483647
+StorageConfig.breaker_cooldown_s = 5.0: a number of seconds, 0 or more
+PeerConfig.peers_later = False: True or False
+ImagePolicy.image_timeout_s = 10.0: a number of seconds, above 0
+Setup.host_blocks = None: an integer from 1 to 4611686018427387904
+Setup.storage_blocks = None: an integer from 1 to 4611686018427387904
+Memory.host_bytes = 0: an integer from 0 to 4611686018427387904
+Memory.storage_bytes = 0: an integer from 0 to 4611686018427387904
+Memory.storage_bytes_per_s = 0.0: a number, 0 or more, up to 1e+24
+"""
+
+
+def test_settings_that_no_flag_sets_are_these_with_their_defaults_and_ranges() -> None:
+    """No help shows them, and no page lists them: one that became a flag, or ten times as large, would go unnoticed."""
+    found = [
+        f"{kind.__name__}.{field.name} = {field.default!r}: {rule.range.words}"
+        for kind in CLASSES
+        for field in fields(kind)
+        if field.name in kind.__annotations__ and (rule := declared(field)) is not None and not rule.flag
+    ]
+    assert found == FOR_PROGRAMS.split("\n")[1:-1]
+
+
 def test_every_flag_of_serve_is_a_setting_of_the_same_name() -> None:
     names = {name for kind in SERVE for name in leaves(kind)}
     flags = {

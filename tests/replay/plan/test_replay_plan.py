@@ -20,7 +20,7 @@ from mainstem.replay.plan.configs import read_shape, well_known
 from mainstem.replay.plan.costs import Layer, ModelShape
 from mainstem.replay.plan.engine import waits
 from mainstem.replay.plan.hardware import DEVICES, Device, find_device
-from mainstem.replay.plan.plan import Hits, Knee, Plan, PlanRow, plan
+from mainstem.replay.plan.plan import Hits, Knee, Plan, PlanRow, _worth_most, plan
 from mainstem.replay.plan.words import assumptions, notes, plan_as_dict, show_plan
 from mainstem.replay.simulate.sweep import replay
 from mainstem.replay.trace import Batch, Trace
@@ -126,6 +126,20 @@ def test_the_gain_of_a_gigabyte_is_relative_to_the_device_alone() -> None:
     for row in bought:
         saved = 100 * (row.flops_saved_share - alone.flops_saved_share)
         assert row.gain_per_gb == pytest.approx(saved / (row.host_bytes / 1e9), rel=1e-12)
+
+
+def test_of_a_mix_all_of_its_memory_counts_in_gain_and_price() -> None:
+    found = planned(chats(), Memory(64 * BLOCK, 256 * BLOCK, 1e9), write_policy="write_back")
+    alone = found.rows[0]
+    mixes = [row for row in found.rows if all(tiers(row))]
+    assert mixes
+    for row in mixes:
+        saved = 100 * (row.flops_saved_share - alone.flops_saved_share)
+        assert row.gain_per_gb == pytest.approx(saved / (sum(tiers(row)) / 1e9), rel=1e-12)
+    best = max(mixes, key=lambda row: row.flops_saved_share)
+    # It is bought up to the price at which it is just worth its memory.
+    price = 100 * (best.flops_saved_share - alone.flops_saved_share) / (sum(tiers(best)) / 1e9)
+    assert _worth_most((alone, best), price * 1.001) == alone and _worth_most((alone, best), price * 0.999) == best
 
 
 def test_the_knee_is_where_memory_is_just_worth_its_price() -> None:

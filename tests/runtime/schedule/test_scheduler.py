@@ -662,6 +662,7 @@ def test_generated_tokens_that_were_evicted_are_computed_again_in_chunks() -> No
     before = len(bench.ghost.forwards)
     bench.run_and_flush()
     assert known == 11 and bench.ghost.forwards[before:] == [[4], [4], [3]] + [[1]] * 8
+    assert [each.done for each in bench.progress[newer]] == [0, 4, 8], "a client saw the end of its prompt"
 
 
 def test_a_preempted_request_goes_before_all_others_of_its_priority() -> None:

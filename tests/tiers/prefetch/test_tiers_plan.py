@@ -147,6 +147,14 @@ def test_a_search_finds_the_end_that_asking_for_everything_finds(kind: str, ever
         asked = [one for pages_asked in store.rounds for one in pages_asked]
         assert len(asked) == len(set(asked)), "no page twice"
         assert set(asked) <= {(row, page) for row in range(len(rows)) for page in whole.asked(row).tolist()}
+        for row, component in enumerate(rows):  # what was asked for is there if storage says so; of the rest:
+            pages_asked = [page for at, page in asked if at == row]
+            assert (few.stored[row][pages_asked] == there[row][pages_asked]).all() or isinstance(component, Full)
+            others = np.setdiff1d(np.flatnonzero(few.stored[row]), pages_asked)
+            if isinstance(component, Full):  # one that is there stands for those before it
+                assert there[row][few.stored[row] & ~few.held[row]].all()
+            elif isinstance(component, State) or every_end:
+                assert not len(others), "a state that was not asked for is not there"
         if every_end:
             for most in range(have, depth + 1):
                 assert few.deepest(most) == whole.deepest(most), "other ranks may reach less"
