@@ -114,7 +114,7 @@ def test_rules_of_a_tenant_route_its_requests_and_the_front_remembers_none(tmp_p
     assert "q<5>" not in (later := text("one", "q", "r")) and "r<5>" in later
 
 
-def calls(made: Front, use: Callable[[httpx.AsyncClient], Any]) -> Any:
+def calls(made: Any, use: Callable[[httpx.AsyncClient], Any]) -> Any:
     async def run() -> Any:
         transport = httpx.ASGITransport(made)
         async with httpx.AsyncClient(transport=transport, base_url="http://front") as client:
@@ -417,6 +417,27 @@ def test_a_front_that_drains_refuses_generations_alone() -> None:
     assert calls(made, lambda client: client.get("/health")).status_code == 503
     assert calls(made, lambda client: client.post("/ping")).status_code == 503
     assert calls(made, lambda client: client.get("/v1/models")).status_code == 200
+
+
+PATHS = sorted({re.sub(r"\{\w+(:\w+)?\}", "x", route.path) for route in Rig().apps["a"].routes})
+
+
+@pytest.mark.parametrize("path", PATHS)
+def test_each_route_takes_the_methods_that_it_takes_at_a_server(path: str) -> None:
+    """What the front answers itself, merges or relays looks like a server, to those who use it wrongly as well."""
+    server = Rig(("a",)).apps["a"]
+    endless = path == "/cache/events"
+    for method in ("POST", "PUT", "PATCH", "DELETE", *(() if endless else ("GET", "HEAD"))):
+
+        async def ask(client: httpx.AsyncClient, method: str = method) -> httpx.Response:
+            return await client.request(method, path)
+
+        alone, whole = calls(server, ask), calls(front(Rig(("a",)), wait_s=0.0), ask)
+        assert (whole.status_code, whole.headers.get("allow")) == (alone.status_code, alone.headers.get("allow")), (
+            method
+        )
+        if alone.status_code == 405:
+            assert whole.text == alone.text, method
 
 
 # ---------------------------------------------------------------- peers

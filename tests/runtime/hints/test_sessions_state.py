@@ -147,6 +147,9 @@ def test_a_request_that_meets_another_one_of_its_session_begins_no_pause() -> No
     one, other = talks.arrive("a", 4.0), talks.arrive("a", 6.0)
     known = talks.sessions._known[None, "a"]
     assert list(known.pauses) == [4.0]
+    known.ended_s = 6.5  # another one of this session had ended when `other` had waited for a while
+    talks.sessions.arrived(other)
+    assert list(known.pauses) == [4.0]
     talks.end(one, 7.0, next_s=20.0)
     assert talks.sessions.idle_s(7.0) == 10.0
     talks.end(other, 8.0, next_s=100.0)

@@ -46,6 +46,7 @@ _HELD = {path: api.held for path, api in APIS.items() if api.held}
 _ID = re.compile(rb'"id": ?"((?:%s)[^"]+)"' % "|".join(APIS[path].id_prefix for path in _HELD).encode())
 _KEPT = re.compile(r"(?:/v1/responses|/v1/chat/completions)/([^/]+)")
 _COUNTING = {api.count.path for api in APIS.values() if api.count is not None}
+_HEALTH = {"/health": ("GET", "HEAD"), "/ping": ("GET", "HEAD", "POST")}  # a replica refuses other methods
 _ID_BYTES = 4096  # of an answer, in which its id is
 _HOMES = 1 << 16
 _NO_TOKENS = np.empty(0, np.int32)
@@ -162,7 +163,7 @@ class Front:
 
     async def _answer(self, ask: Ask, sender: _Sender) -> None:
         merge = ROUTES.get((ask.method, ask.path))
-        if ask.path in ("/health", "/ping"):
+        if ask.method in _HEALTH.get(ask.path, ()):
             await sender.whole(self._health())
         elif ask.method == "POST" and ask.path in APIS:
             await self._generate(ask, sender)
