@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import sys
+from collections import OrderedDict
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from itertools import pairwise
 from pathlib import Path
+from threading import Barrier
 from typing import Any
 
 import pytest
@@ -206,3 +210,67 @@ def test_nothing_is_kept_that_has_no_room(tmp_path: Path) -> None:
     assert notes.placed((), chat(("user", "q")), 0, [Note("clock", "x")]) == {0: (Note("clock", "x"),)}
     notes.check()
     assert notes.placed((), chat(("user", "q"), ("user", "r")), 1, []) == {}
+
+
+# ---------------------------------------------------------------- threads
+
+
+class Guarded(OrderedDict[bytes, tuple[Note, ...]]):
+    """The places of notes; whoever looks or writes without the lock fails."""
+
+    def __init__(self, notes: Notes) -> None:
+        super().__init__()
+        self._notes, self.uses = notes, 0
+
+    def _use(self) -> None:
+        self.uses += 1
+        assert self._notes._lock.locked(), "another thread may change the places meanwhile"
+
+    def get(self, *given: Any) -> Any:
+        self._use()
+        return super().get(*given)
+
+    def pop(self, *given: Any) -> Any:
+        self._use()
+        return super().pop(*given)
+
+    def popitem(self, last: bool = True) -> Any:
+        self._use()
+        return super().popitem(last)
+
+    def values(self) -> Any:
+        self._use()
+        return super().values()
+
+    def __setitem__(self, *given: Any) -> None:
+        self._use()
+        super().__setitem__(*given)
+
+
+def test_places_are_looked_at_and_changed_with_the_lock_alone() -> None:
+    notes = Notes(2000)
+    notes._by_place = places = Guarded(notes)
+    for turn in range(30):
+        said = [{"role": "user", "content": f"{turn // 3} {at}"} for at in range(turn % 3 + 1)]
+        notes.placed("scope", said, len(said) - 1, [Note("rule", f"{turn}" * 40)], remember=turn % 5 > 0)
+        notes.check()
+    assert places.uses > 100 and len(places) > 1
+
+
+def test_threads_that_place_notes_at_once_leave_sound_notes() -> None:
+    notes, done = Notes(4000), Barrier(8)
+
+    def work(number: int) -> None:
+        done.wait()
+        for turn in range(300):
+            said = [{"role": "user", "content": f"{turn % 7} {at}"} for at in range(3)]
+            notes.placed("scope", said, 2, [Note(f"rule {number}", f"{turn * number} " * (turn % 9))])
+
+    before = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    try:
+        with ThreadPoolExecutor(8) as pool:
+            list(pool.map(work, range(8)))
+    finally:
+        sys.setswitchinterval(before)
+    notes.check()
