@@ -15,7 +15,8 @@ import pytest
 from mainstem.events.feed import Follower
 from mainstem.fleet.front.app import Front, Homes
 from mainstem.fleet.front.asking import Ask, Head, Part
-from mainstem.fleet.front.following import _Connection
+from mainstem.fleet.front.following import Following, _Connection
+from mainstem.fleet.front.routing import CostRouter
 from mainstem.fleet.replica import answered, wait_until_warm
 
 GET = Ask("GET", "/v1/models", b"", (), b"")
@@ -174,3 +175,55 @@ def test_a_slow_reader_lets_64_pieces_wait() -> None:
 
     asyncio.run(read())
     assert made == 1000
+
+
+@pytest.mark.parametrize(("end", "kept"), [(4095, True), (4096, True), (4097, False), (4_096_000, False)])
+def test_the_id_of_a_response_is_in_its_first_4096_bytes(end: int, kept: bool) -> None:
+    field = b'"id":"resp_' + b"1" * 20 + b'"'
+    body = b"{" + b" " * (end - 1 - len(field)) + field + b"}"
+    assert body.index(field) + len(field) == end
+    homes = Homes()
+
+    class Replies(Refusing):
+        async def ask(self, ask: Ask) -> AsyncGenerator[Part, None]:
+            yield Head(200, (), "a")
+            yield body
+
+    front = Front(Replies(Time(), 0.0), lambda *_: None, homes, max_body_bytes=1)
+
+    async def ask() -> None:
+        async with httpx.AsyncClient(transport=httpx.ASGITransport(front), base_url="http://front") as client:
+            assert (await client.post("/v1/responses")).content == body
+
+    anyio.run(ask)
+    assert (homes.get("resp_" + "1" * 20) == "a") == kept
+
+
+def test_sixteen_million_pages_are_known(monkeypatch: pytest.MonkeyPatch) -> None:
+    made: list[int] = []
+    monkeypatch.setattr(
+        "mainstem.fleet.front.routing._core.Routing", lambda key, page_size, capacity: made.append(capacity)
+    )
+    CostRouter(Time())
+    CostRouter(Time(), capacity=5)
+    assert made == [16 << 20, 5]
+
+
+def test_a_replica_that_comes_or_goes_is_noticed_after_a_fifth_of_a_second(monkeypatch: pytest.MonkeyPatch) -> None:
+    zmq = pytest.importorskip("zmq", reason="pyzmq is not installed")
+    waits: list[int] = []
+
+    class Poller:
+        def poll(self, wait_ms: int) -> list[Any]:
+            waits.append(wait_ms)
+            if len(waits) == 3:
+                following._closing = True
+            return []
+
+    monkeypatch.setattr(zmq, "Poller", Poller)
+    monkeypatch.setattr(Following, "_run", lambda self: None)
+    following = Following(lambda *_: None)
+    monkeypatch.undo()
+    monkeypatch.setattr(zmq, "Poller", Poller)
+    following._run()
+    assert waits == [200] * 3

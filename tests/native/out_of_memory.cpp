@@ -75,7 +75,8 @@ struct Forest {
     insert("c", run_of(40, 40), pinned);
   }
 
-  Handle insert(const char* ns, const std::string& key, Handle after = 0, bool ready = true, std::uint32_t tier = 0) {
+  Handle insert(std::string_view ns, const std::string& key, Handle after = 0, bool ready = true,
+                std::uint32_t tier = 0) {
     std::vector<Ids> ids;
     for (const Component& row : rows) {
       Ids& column = ids.emplace_back(row.per_page() ? key.size() / 4 : 1);
@@ -84,6 +85,20 @@ struct Forest {
     }
     std::vector<IdSpan> spans(ids.begin(), ids.end());
     return tree.insert(ns, after, {bytes_of(key), spans}, 0, tier, ready).node;
+  }
+
+  // Each tenant may have some ids of each column; one is known before it has any.
+  void share_out(std::uint64_t most = 1000) {
+    const Shares shares(rows.size() * 2, {1, most});
+    tree.share_out(shares, {{tenant("a tenant that is known"), shares}});
+  }
+
+  // The namespace of a tenant, which is its own owner.
+  static std::string tenant(const std::string& name) {
+    std::string ns = "t";
+    for (std::size_t at = 0; at < 8; ++at)
+      ns += static_cast<char>(at ? 0 : name.size());
+    return ns + name;
   }
 
   std::vector<Component> rows;
@@ -128,6 +143,12 @@ IdCounts room_for(std::uint64_t ids) {
 
 const std::vector<Operation> kOperations{
     {"insert into a new namespace", nothing, [](Forest& f) { f.insert("a tenant with a long name", run_of(100)); }},
+    {"insert for a new owner", [](Forest& f) { f.share_out(); },
+     [](Forest& f) { f.insert(Forest::tenant("a tenant with a long name"), run_of(100)); }},
+    {"insert for an owner that is known", [](Forest& f) { f.share_out(); },
+     [](Forest& f) { f.insert(Forest::tenant("a tenant that is known"), run_of(100)); }},
+    {"share out", nothing, [](Forest& f) { f.share_out(); }},
+    {"share out again", [](Forest& f) { f.share_out(); }, [](Forest& f) { f.share_out(5); }},
     {"insert a branch", nothing, [](Forest& f) { f.insert("a", parted(300, 150)); }},
     {"extend", nothing, [](Forest& f) { f.insert("a", run_of(100, 300), f.node); }},
     {"extend in flight", nothing, [](Forest& f) { f.insert("a", run_of(100, 300), f.node, false); }},
