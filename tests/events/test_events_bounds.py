@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from mainstem.events import AllBlocksCleared
 from mainstem.events import publisher as module
 from mainstem.events.publisher import Publisher
 
@@ -59,3 +60,17 @@ def test_it_gives_way_for_a_millisecond(monkeypatch: pytest.MonkeyPatch) -> None
     monkeypatch.setattr(module, "time", SimpleNamespace(sleep=slept.append))
     module._give_way()
     assert slept == [0.001]
+
+
+def test_the_first_event_that_is_queued_wakes_the_thread_and_no_other_does(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else an event would be sent with the next heartbeat, up to a second later."""
+    with monkeypatch.context() as patched:
+        patched.setattr(Sends, "_run", lambda self: None)
+        made = Sends()
+    with closing(made):
+        made._reader.setblocking(False)
+        for _ in range(2):
+            made.put(AllBlocksCleared())
+            made.put(AllBlocksCleared())
+            assert made._reader.recv(10) == b"\0"
+            made._queue.clear()

@@ -13,6 +13,7 @@ from rigs.hand_driven import Clock
 from rigs.stores import Values, cause_of
 
 from mainstem.errors import StorageError
+from mainstem.owner import held as held_module
 from mainstem.owner.arena import Value
 from mainstem.owner.held import HeldValues
 from mainstem.storage.base import ABSENT, BackendStats, Listed
@@ -350,6 +351,25 @@ def test_a_read_that_was_overtaken_fills_nothing(change: str) -> None:
     rig.held.check()
 
 
+def test_a_read_that_was_overtaken_fills_nothing_though_what_overtook_it_has_left_the_host() -> None:
+    """The store has the new value by then, and the read the one before: nothing else says which is newer."""
+    rig = Rig(8)
+    rig.backend.put(KEYS[:1], [VALUES.value(0)])
+    rig.backend.calls.clear()
+    rig.backend.gates["get"] = threading.Event()
+    reading = aside(lambda: rig.get(0))
+    eventually(lambda: rig.backend.calls == ["get"])
+    rig.put(0, version=1)
+    rig.write_all()
+    for others in ((1, 2, 3), (4, 5, 6), (7, 8, 9)):
+        rig.put(*others)
+        rig.write_all()
+    assert rig.held._arena.find(KEYS[0]) is None
+    rig.backend.gates["get"].set()
+    reading.join()
+    assert rig.get(0, version=1) == [GRAIN]
+
+
 @pytest.mark.parametrize("change", ["delete", "clear"])
 def test_a_read_that_begins_before_a_delete_reaches_the_store_fills_nothing(change: str) -> None:
     rig = Rig()
@@ -472,6 +492,28 @@ def test_a_full_store_keeps_what_it_refuses_on_the_host() -> None:
     rig.write_all()
     assert rig.count("unwritten") == 2
     assert rig.get(0, 1) == [GRAIN] * 2
+
+
+def test_each_value_that_a_store_refuses_is_counted() -> None:
+    rig, taken = Rig(16), [[True, False], [False, False], [True, True]]
+    rig.backend.put = lambda keys, buffers: taken.pop(0)  # type: ignore[method-assign]
+    for at, unwritten in ((0, 1), (2, 3), (4, 3)):
+        assert rig.put(at, at + 1) == [True, True]
+        rig.write_all()
+        assert rig.count("unwritten") == unwritten
+
+
+@pytest.mark.parametrize(("most", "batches"), [(1, [1] * 6), (3, [3, 3]), (4, [4, 2]), (5, [5, 1]), (6, [6])])
+@pytest.mark.parametrize("by", ["bytes", "values"])
+def test_a_batch_of_writes_has_no_more_than_its_bound(
+    by: str, most: int, batches: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rig, seen = Rig(16), list[int]()
+    monkeypatch.setattr(held_module, *(("_BATCH_BYTES", most * GRAIN) if by == "bytes" else ("_BATCH_VALUES", most)))
+    rig.backend.put = lambda keys, buffers: seen.append(len(keys)) or [True] * len(keys)  # type: ignore[func-returns-value,method-assign]
+    rig.put(*range(6))
+    rig.write_all()
+    assert seen == batches
 
 
 # ---------------------------------------------------------------- the end
