@@ -124,9 +124,9 @@ class ShareOrders {
     for (ShareOrder& order : orders_)
       order.reserve(nodes);
   }
-  void reserve_owners() {
+  void reserve_owners(std::size_t more = 0) {
     for (ShareOrder& order : orders_)
-      order.reserve_owners(owners().size());
+      order.reserve_owners(owners().size() + more);
   }
   std::size_t bytes() const {
     std::size_t total = 0;

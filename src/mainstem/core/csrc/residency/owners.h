@@ -82,14 +82,15 @@ class Owners {
     const auto [at, added] = numbers_.try_emplace(name, kNoOwner);
     if (!added) return at->second;
     try {
+      Account fresh{name, name.empty() ? Shares(columns_) : others_, std::vector<CellCounts>(columns_), 0, false};
       if (free_.empty()) {
         accounts_.reserve(accounts_.size() + 1);
-        free_.reserve(accounts_.size() + 1);
+        free_.reserve(accounts_.size() + 1);  // nothing below can fail
         free_.push_back(static_cast<OwnerId>(accounts_.size()));
         accounts_.emplace_back();
       }
       const OwnerId owner = free_.back();
-      accounts_[owner] = {name, name.empty() ? Shares(columns_) : others_, std::vector<CellCounts>(columns_), 0, false};
+      accounts_[owner] = std::move(fresh);
       free_.pop_back();
       return at->second = owner;
     } catch (...) {

@@ -278,7 +278,7 @@ IdCounts Residency::would_retain(const Walk& path, std::uint32_t tier) const {
 
 // ---------------------------------------------------------------- owners
 
-void Residency::share_out(Shares others, const std::map<std::string, Shares>& named) {
+std::unique_ptr<Owners> Residency::share_out(Shares others, const std::map<std::string, Shares>& named) {
   auto owners = std::make_unique<Owners>(columns, std::move(others), named);
   owners->reserve(cells_.size() / columns);
   for (Index node = 1; node < nodes_.nodes().size(); ++node) {
@@ -288,7 +288,7 @@ void Residency::share_out(Shares others, const std::map<std::string, Shares>& na
     for (std::size_t column = 0; column < columns; ++column)
       owners->count(node, column, [&](CellCounts& counts) { counts.add(cell(node, column), +1); });
   }
-  owners_ = std::move(owners);
+  return std::exchange(owners_, std::move(owners));
 }
 
 void Residency::disown(Index node) noexcept {

@@ -130,7 +130,9 @@ class Residency {
   IdCounts would_retain(const Walk& path, std::uint32_t tier) const;
 
   // ---- owners, where each has its share
-  void share_out(Shares others, const std::map<std::string, Shares>& named);
+  // Returns the owners before, if any, which the second one puts back.
+  std::unique_ptr<Owners> share_out(Shares others, const std::map<std::string, Shares>& named);
+  void share_out(std::unique_ptr<Owners> owners) noexcept { owners_ = std::move(owners); }
   const Owners* owners() const { return owners_.get(); }
   OwnerId enter(std::string_view ns) { return owners_ ? owners_->enter(ns) : kNoOwner; }
   OwnerId find_owner(std::string_view ns) const { return owners_ ? owners_->find(ns) : kNoOwner; }

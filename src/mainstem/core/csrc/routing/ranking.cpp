@@ -25,25 +25,13 @@ const std::vector<std::uint32_t>& on_host(const Depths& depths) {
   return depths.pages[static_cast<std::size_t>(Medium::host)];
 }
 
-// The most pages that any worker has on its device or host, who has them, and the most of the others.
-struct Deepest {
-  std::uint32_t pages = 0, others = 0;
-  WorkerId worker = 0;
-
-  explicit Deepest(const Depths& depths) {
-    const std::vector<std::uint32_t>& host = on_host(depths);
-    for (WorkerId each = 0; each < host.size(); ++each) {
-      if (host[each] <= pages) {
-        others = std::max(others, host[each]);
-        continue;
-      }
-      others = pages;
-      pages = host[each];
-      worker = each;
-    }
-  }
-  std::uint32_t but(WorkerId each) const { return each == worker ? others : pages; }
-};
+// The most pages that any worker has on its device or host. For one that has as many itself no peer has more.
+std::uint32_t most_on_host(const Depths& depths) {
+  std::uint32_t most = 0;
+  for (const std::uint32_t pages : on_host(depths))
+    most = std::max(most, pages);
+  return most;
+}
 
 }  // namespace
 
@@ -115,7 +103,7 @@ double Ranking::busy(const Estimate& one) {
 
 void Ranking::score(const Depths& depths, std::uint32_t tokens, std::span<const WorkerId> workers, double now_s) {
   ranked_.clear();
-  const Deepest deepest(depths);
+  const std::uint32_t of_peers = most_on_host(depths);
   const double of_now = 1 / weight(now_s);
   const std::vector<std::uint32_t>&host = on_host(depths), &storage = depths.pages[2];
   if (depths.pages[0].size() > states_.size()) states_.resize(depths.pages[0].size());
@@ -123,13 +111,13 @@ void Ranking::score(const Depths& depths, std::uint32_t tokens, std::span<const 
   std::optional<Estimate> cold;  // of a worker without any page: the same for all with equal times and the same store
   for (const WorkerId worker : workers) {
     const State& of = states_[worker];
-    const bool is_cold = host[worker] == 0 && worker != deepest.worker;
+    const bool is_cold = host[worker] == 0;
     Estimate& one = ranked_.emplace_back();
     if (is_cold && cold && storage[worker] == storage[cold->worker] && of.times == states_[cold->worker].times) {
       one = *cold;
       one.worker = worker;
     } else {
-      one = estimate(of.times, worker, depths, tokens, deepest.but(worker));
+      one = estimate(of.times, worker, depths, tokens, of_peers);
       if (is_cold) cold = one;
     }
     one.seconds = std::max(0.0, of.free_s - now_s) + one.service_s;
@@ -164,7 +152,7 @@ WorkerId Ranking::best(const Depths& depths, std::uint32_t tokens, std::span<con
 
 void Ranking::sent(WorkerId worker, const Depths& depths, std::uint32_t tokens, double now_s) {
   State& to = at(worker);
-  const double service_s = estimate(to.times, worker, depths, tokens, Deepest(depths).but(worker)).service_s;
+  const double service_s = estimate(to.times, worker, depths, tokens, most_on_host(depths)).service_s;
   to.free_s = std::max(to.free_s, now_s) + service_s;
   to.work_s += service_s * weight(now_s);
   ++to.under_way;

@@ -81,8 +81,13 @@ void Tree::evict_one(Index node, std::uint64_t want, std::uint32_t component, st
 }
 
 void Tree::share_out(Shares others, const std::map<std::string, Shares>& named) {
-  cells_.share_out(std::move(others), named);
-  eviction_.share_out();
+  std::unique_ptr<Owners> before = cells_.share_out(std::move(others), named);
+  try {
+    eviction_.share_out();
+  } catch (...) {
+    cells_.share_out(std::move(before));
+    throw;
+  }
 }
 
 std::vector<Ids> Tree::evict(std::uint64_t want, std::uint32_t component, std::uint32_t tier,

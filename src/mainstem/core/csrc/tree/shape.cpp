@@ -31,9 +31,9 @@ void TreeShape::reserve(std::size_t count) {
 Index TreeShape::make_root(std::string_view ns) {
   if (const Index root = nodes_.find_root(ns)) return root;
   Structure::Key name(reinterpret_cast<const std::uint8_t*>(ns.data()), ns.size());
-  const OwnerId owner = cells_.enter(ns);
-  if (eviction_.shares()) eviction_.shares()->reserve_owners();
-  reserve(1);  // nothing below can fail
+  if (eviction_.shares()) eviction_.shares()->reserve_owners(1);
+  reserve(1);
+  const OwnerId owner = cells_.enter(ns);  // the last that can fail: an owner without nodes would stay for ever
   const Index root = nodes_.new_node();
   nodes_.add_root(root, std::move(name));
   cells_.own(root, owner);
