@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import asdict
 from types import SimpleNamespace
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -47,6 +48,22 @@ def test_a_window_counts_what_is_recent() -> None:
     assert window.add(60, Seen(200, 60, 4)) == Seen(100, 10, 1)
     assert window.add(100, Seen(300, 60, 4)) == Seen(150, 0, 1)
     assert window.add(1000, Seen(300, 60, 4)) == Seen()
+
+
+@pytest.mark.parametrize(
+    ("at_s", "since"), [(59.9, 0.0), (60.0, 0.0), (89.9, 0.0), (90.0, 30.0), (90.1, 30.0), (1e6, 60.0)]
+)
+def test_a_window_begins_with_the_last_count_that_is_as_old_as_it_is_long(at_s: float, since: float) -> None:
+    window = Window(60.0)
+    for then_s in (0.0, 30.0, 60.0)[: 3 if at_s > 60 else 2]:
+        window.add(then_s, Seen(then_s, 0, 0))
+    assert window.add(at_s, Seen(100.0, 0, 0)) == Seen(100.0 - since, 0, 0)
+
+
+@pytest.mark.parametrize(("cached", "replicas"), [(0, 3), (499, 3), (500, 2), (501, 2), (1000, 2)])
+def test_another_one_is_started_below_the_hit_rate_and_not_at_it(cached: float, replicas: int) -> None:
+    scaling = Autoscaling(min=1, max=4, min_hit_rate=0.5)
+    assert wanted(2, 0, scaling, [Seen(600, cached, 1), Seen(400, 0, 0)]) == replicas
 
 
 def test_serves_policy_takes_the_counts_of_every_replica() -> None:

@@ -169,6 +169,42 @@ def test_a_read_that_hangs_fails_in_time_and_keeps_its_slots_until_it_returns() 
     assert transfers.poll() == Results(loaded={"e"}), "the slots are free again"
 
 
+@pytest.mark.parametrize("first", [0, 1])
+def test_a_read_that_outlives_its_load_keeps_its_slots_until_it_returns(first: int) -> None:
+    """Else it would write its blocks over those of the next load, whose blocks would be another prompt's."""
+    workers, backend = HandWorkers(), FaultyBackend()
+    store = make_store(backend)
+    saved(store)
+    backend.delete(store.sealer.keys([name(0)], FULL.name))
+    store, memory = make_store(backend, workers, batch_pages=2, batches=2), Memory()
+    transfers = Transfers(store, memory, 4 * (HEADER_BYTES + 2 * LAYER_BYTES))
+    transfers.load([Job("b", (part(FULL, [11, 12, 13, 14]),))])
+    workers.run()
+    assert transfers.poll() == Results({"b"}, {"b"}, {11, 12, 13, 14})
+    transfers.check()
+    transfers.load([Job("c", (part(FULL, [15, 16], first=4),))])
+    workers.run(1 - first)
+    workers.run()
+    assert transfers.poll() == Results(loaded={"c"})
+    assert memory.content[FULL][11:17].tolist() == [[at] * 16 for at in range(11, 15)] + [[105] * 16, [106] * 16]
+    transfers.check()
+
+
+@pytest.mark.parametrize("batches", [1, 2, 3])
+def test_no_more_reads_run_at_once_than_the_store_is_given(batches: int) -> None:
+    workers, backend = HandWorkers(), MemoryBackend()
+    saved(make_store(backend))
+    transfers = Transfers(make_store(backend, workers, batch_pages=1, batches=batches), Memory(), ROOM)
+    transfers.load([Job(job, (part(FULL, [11, 12, 13]),)) for job in ("b", "c")])
+    ended = set[str]()
+    while workers.waiting:
+        assert len(workers.waiting) == min(batches, 6 - workers.submitted + len(workers.waiting))
+        workers.run()
+        ended |= transfers.poll().loaded
+        transfers.check()
+    assert ended == {"b", "c"} and workers.submitted == 6
+
+
 def test_a_load_of_more_blocks_than_slots_is_read_in_pieces() -> None:
     store = make_store(MemoryBackend())
     saved(store)

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 from mainstem.storage import conformance
+from mainstem.storage.framed import Frames
 from mainstem.storage.memory import MemoryBackend
 from mainstem.storage.vendors import redis as module
 from mainstem.storage.vendors.redis import _BadReply, _Session
@@ -56,6 +57,18 @@ def test_a_list_of_a_reply_has_a_million_names(pair: Any, count: int, taken: boo
     server.shutdown(socket.SHUT_WR)
     with pytest.raises(ConnectionResetError if taken else _BadReply):
         session.reply()
+
+
+def test_frames_begin_at_multiples_of_64_bytes_and_do_not_overlap() -> None:
+    """Clients that copy by device want aligned memory."""
+    frames = Frames(4096)
+    keys, sizes = [bytes([at]) * 32 for at in range(40)], [1 + at * 7 for at in range(40)]
+    rounds = list(frames.rounds(keys, [memoryview(bytearray(size)) for size in sizes]))
+    assert [frame.at for round_ in rounds for frame in round_] == list(range(40))
+    for round_ in rounds:
+        ends = [0, *(frame.start + frame.size for frame in round_)]
+        assert all(frame.start % 64 == 0 <= frame.start - end < 64 for frame, end in zip(round_, ends, strict=False))
+        assert ends[-1] <= 4096
 
 
 def test_a_case_has_two_minutes_and_what_takes_longer_is_broken(monkeypatch: pytest.MonkeyPatch) -> None:
