@@ -250,6 +250,18 @@ def test_states_where_prompts_part_or_end_are_written_first() -> None:
     assert sorted(order) == list(range(1, 9)), "all of them in the end"
 
 
+@pytest.mark.parametrize("writes", [1, 2, 3])
+def test_pages_and_states_together_are_no_more_writes_at_once_than_are_allowed(writes: int) -> None:
+    rig = Rig("full state", backend=FaultyBackend(), writes=writes, slots=24)
+    backed_up(rig, Q, [*Q[:6], 50, 51])
+    seen = set[int]()
+    while rig.writers.waiting:
+        seen.add(len(rig.writers.waiting))
+        rig.writers.run()
+        rig.tiers.poll()
+    assert max(seen) == writes and rig.tiers.stats().queued == 0
+
+
 def test_a_full_queue_drops_the_state_of_the_least_worth() -> None:
     backend = FaultyBackend()
     rig = Rig("full state", backend=backend, writes=1, queue_pages=3)

@@ -167,3 +167,25 @@ def test_a_prefix_removed_while_its_write_waits_is_not_written() -> None:
     assert rig.tiers.stats().queued == 0
     assert len(backend.stored_keys()) == 4
     rig.verify()
+
+
+def test_what_is_removed_is_announced_as_gone_from_storage() -> None:
+    """Else a router would send prompts to where storage was said to have them."""
+    backend, replica = FaultyBackend(), Replica()
+    rig = Rig(backend=backend)
+    source = Source(rig.cache.tree, [64, 64], b"a secret of sixteen")
+    for tokens in (A, C):
+        rig.serve(tokens)
+        rig.settle()
+
+    def announced(tokens: Sequence[int]) -> list[bool]:
+        replica.apply(source.take())
+        hashes = {replica.path(hash_): block.media for hash_, block in replica.blocks.items()}
+        return ["STORAGE" in hashes.get(tuple(tokens[: 2 * at + 2]), ()) for at in range(len(tokens) // 2)]
+
+    assert announced(A) == [True] * (len(A) // 2) and announced(C) == [True] * (len(C) // 2)
+    rig.cache.remove(C[:2])
+    rig.settle()
+    gone = [key not in backend.stored_keys() for key in stored_keys(C)]
+    assert all(gone) and not any(announced(C))
+    assert announced(A) == [key in backend.stored_keys() for key in stored_keys(A)]
