@@ -6,6 +6,8 @@
 A retained prefix is locked on the host if that has all of it, else on the device; there it moves down once it has been
 copied. It is never dropped before its time, which a hit may renew, and never deleted when that comes. How much an owner
 may retain is bounded, and a part of each pool is left to running requests. The time is the caller's, and is passed in.
+
+What is kept though nobody has asked for it (`keep`) gives way to what somebody asks for, and to what is worth more.
 """
 
 from __future__ import annotations
@@ -14,7 +16,7 @@ import heapq
 import itertools
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from mainstem.cache.keys import TokenLike
 from mainstem.cache.namespaces import NamespaceLike, encode_namespace, owner_of
@@ -26,6 +28,7 @@ from mainstem.tiers.controller import Tiers
 LEAST_S = 0.001
 """The shortest time, in seconds, that a client may retain a prefix for: less would be lost in the digits of a clock."""
 
+_MARGIN = 1.0  # by which something must be worth more than what gives way to it
 _SPARE_TIMES = 64  # of ended retentions that the heap may hold beside as many as there are
 
 
@@ -49,6 +52,8 @@ class RetentionStats:
     Args:
         prefixes: retained for a time or pinned. pinned: those without an end.
         owners: who retain anything.
+        spare: prefixes of these that nobody has asked for. spare_pages: pages that they have, each with those before
+            its end. given_way: those that have ended for others since the start.
         device, host: ids kept of each component.
         limits: the most that an owner may keep of each component on the device.
     """
@@ -56,14 +61,31 @@ class RetentionStats:
     prefixes: int
     pinned: int
     owners: int
+    spare: int
+    spare_pages: int
+    given_way: int
     device: dict[str, int]
     host: dict[str, int]
     limits: dict[str, int]
 
 
+@dataclass(frozen=True, slots=True)
+class _Terms:
+    """How a prefix is retained: until when, what a hit adds to that, and for `keep` its worth and share."""
+
+    until: float = -math.inf
+    renew_s: float = 0.0
+    pinned: bool = False
+    worth: float = math.inf
+    share: float = 1.0
+
+
 @dataclass(slots=True, eq=False)
 class _Entry:
-    """One retained prefix: its end, who asked, where it is locked, until when, and what a hit adds to that."""
+    """One retained prefix: its end, who asked, where it is locked, until when, and what a hit adds to that.
+
+    `worth`: infinite if somebody has asked for it.
+    """
 
     node: int
     owner: bytes
@@ -72,6 +94,7 @@ class _Entry:
     until: float = -math.inf
     pinned: bool = False
     renew_s: float = 0.0
+    worth: float = math.inf
 
 
 class Retention:
@@ -104,6 +127,7 @@ class Retention:
             for sizes, half in zip(totals, halves, strict=True)
         ]
         self._entries: dict[int, _Entry] = {}  # by node
+        self._spare: dict[_Entry, None] = {}  # those that nobody has asked for
         self._above: dict[_Entry, None] = {}  # those that are to move down
         self._held: dict[bytes, list[list[int]]] = {}  # by owner: ids by tier and component
         self._sum = [[0] * len(sizes) for sizes in totals]
@@ -114,6 +138,7 @@ class Retention:
         self._now = -math.inf
         self._pinned = 0
         self._renewed = 0  # entries that a hit renews
+        self._spare_pages = self._given_way = 0
         self._nothing = self._stats()
 
     def set_quotas(self, quotas: Quotas) -> None:
@@ -136,11 +161,43 @@ class Retention:
             BadArgument: `until` is no number, or has passed, or `renew_s` is below 0.
             BadTokens: a token is out of range.
         """
+        self._check_times(until, renew_s)
+        return self._retain(tokens, namespace, _Terms(until, renew_s))
+
+    def keep(
+        self,
+        tokens: TokenLike,
+        until: float,
+        namespace: NamespaceLike = None,
+        *,
+        renew_s: float,
+        share: float,
+        worth: float,
+    ) -> Kept:
+        """Retains a prefix that nobody has asked for, as long as nobody asks for the room; see `retain`.
+
+        Args:
+            until, renew_s: as for `retain`.
+            share: the part of each pool up to which its owner may retain anything in this way.
+            worth: where not all of it fits, what its owner has of this kind and is worth less by more than 1 ends, the
+                least first. Closer ones would take each other's place in turn.
+
+        Raises:
+            BadArgument: as `retain`, or `share` is not from 0 to 1, or `worth` is no number.
+            BadTokens: a token is out of range.
+        """  # fmt: skip
+        self._check_times(until, renew_s)
+        if not 0 <= share <= 1:
+            raise BadArgument("share", share, "a number from 0 to 1")
+        if not math.isfinite(worth):
+            raise BadArgument("worth", worth, "a finite number")
+        return self._retain(tokens, namespace, _Terms(until, renew_s, worth=worth, share=share))
+
+    def _check_times(self, until: float, renew_s: float) -> None:
         if not self._now < until < math.inf:
             raise BadArgument("until", until, f"a number above {self._now}, the time now")
         if not 0 <= renew_s < math.inf:
             raise BadArgument("renew_s", renew_s, "a number of 0 or more")
-        return self._retain(tokens, namespace, until, renew_s, pinned=False)
 
     def pin(self, tokens: TokenLike, namespace: NamespaceLike = None) -> Kept:
         """Retains a prefix until `unpin`, `release`, a removal or a flush; see `retain`.
@@ -148,7 +205,7 @@ class Retention:
         Raises:
             BadTokens: a token is out of range.
         """
-        return self._retain(tokens, namespace, -math.inf, 0.0, pinned=True)
+        return self._retain(tokens, namespace, _Terms(pinned=True))
 
     def unpin(self, tokens: TokenLike, namespace: NamespaceLike = None) -> int:
         """Ends the longest pin on a prefix; a time that was given to it goes on.
@@ -232,7 +289,7 @@ class Retention:
             self._end(entry)
             kept = self._lock_node(above, entry.owner, entry.tier) if above else None
             if kept is not None:
-                self._enter(kept, entry.until, entry.renew_s, pinned=entry.pinned)
+                self._enter(kept, _Terms(entry.until, entry.renew_s, entry.pinned, entry.worth))
 
     def clear(self) -> None:
         """Ends all; what exceeds a maximum then is left to the caller."""
@@ -247,7 +304,7 @@ class Retention:
 
     def stats(self) -> RetentionStats:
         """Returns counts, which are kept up to date."""
-        return self._stats() if self._entries else self._nothing
+        return self._stats() if self._entries else replace(self._nothing, given_way=self._given_way)
 
     def _stats(self) -> RetentionStats:
         names, tiers = self._tree.names, [*self._sum, [0] * len(self._tree.names)]
@@ -255,6 +312,9 @@ class Retention:
             prefixes=len(self._entries),
             pinned=self._pinned,
             owners=len(self._held),
+            spare=len(self._spare),
+            spare_pages=self._spare_pages,
+            given_way=self._given_way,
             device=dict(zip(names, tiers[DEVICE], strict=True)),
             host=dict(zip(names, tiers[HOST], strict=True)),
             limits={name: self._limit(self._quotas.others, DEVICE, row) for row, name in enumerate(names)},
@@ -297,6 +357,9 @@ class Retention:
             "an entry is found by its node": all(self._entries[entry.node] is entry for entry in entries),
             "pins are counted": self._pinned == sum(entry.pinned for entry in entries),
             "what a hit renews is counted": self._renewed == sum(entry.renew_s > 0 for entry in entries),
+            "what gives way is known": {*self._spare} == {entry for entry in entries if entry.worth < math.inf},
+            "pages of what gives way are counted": self._spare_pages == sum(entry.pages for entry in self._spare),
+            "what gives way is not pinned": not any(entry.pinned for entry in self._spare),
             "what has a time ends": all(entry in timed for entry in entries if entry.until > self._now),
             "what moves down is on the device": all(
                 entry.tier == DEVICE and self._entries.get(entry.node) is entry for entry in self._above
@@ -308,23 +371,45 @@ class Retention:
 
     # ---------------------------------------------------------------- one entry
 
-    def _retain(
-        self, tokens: TokenLike, namespace: NamespaceLike, until: float, renew_s: float, *, pinned: bool
-    ) -> Kept:
+    def _retain(self, tokens: TokenLike, namespace: NamespaceLike, terms: _Terms) -> Kept:
         name, key = encode_namespace(namespace), self._tree.keys.encode(tokens)
         device, _, host = self._core.peek(name, key, 0, False)
-        entry = self._lock(name, key, owner_of(name)) if device + host else None
+        owner, cached = owner_of(name), device + host
+        entry = self._lock(name, key, owner, terms.share) if cached else None
+        while cached > (0 if entry is None else entry.pages * self._tree.page_size):
+            least = self._least(owner, terms.worth)
+            if least is None:
+                break
+            self._given_way += 1
+            self._end(least)
+            if entry is not None:
+                self._drop(entry)
+            entry = self._lock(name, key, owner, terms.share)
         if entry is None:
-            return Kept(0, device + host)
-        self._enter(entry, until, renew_s, pinned=pinned)
+            return Kept(0, cached)
+        self._enter(entry, terms)
         self._settle()  # it may be kept on the host now, and was on the device
-        return Kept(entry.pages * self._tree.page_size, device + host)
+        return Kept(entry.pages * self._tree.page_size, cached)
 
-    def _lock(self, name: bytes, key: bytes, owner: bytes) -> _Entry | None:
+    def _least(self, owner: bytes, worth: float) -> _Entry | None:
+        """Returns what gives way next to something of this worth; None: nothing does.
+
+        What its owner has comes first. What others have gives way only where somebody asks for it, and they, not its
+        owner's own bound, are in the way.
+        """
+        crowded = worth == math.inf and any(
+            room < self._limit(self._quotas.of(owner), tier, row, 1.0) - held
+            for tier, holds in enumerate(self._held.get(owner, [[0] * len(sums) for sums in self._sum]))
+            for row, (room, held) in enumerate(zip(self._room(owner, tier, 1.0), holds, strict=True))
+        )
+        mine = [entry for entry in self._spare if worth - entry.worth > _MARGIN and (entry.owner == owner or crowded)]
+        return min(mine, key=lambda entry: (entry.owner != owner, entry.worth, entry.node), default=None)
+
+    def _lock(self, name: bytes, key: bytes, owner: bytes, share: float) -> _Entry | None:
         """Locks a prefix on the tier that keeps more of it, the lower one if they are equal."""
         best: _Entry | None = None
         for tier in reversed(range(len(self._sum))):
-            kept = self._take(self._core.retain(name, key, tier, self._room(owner, tier)), owner, tier)
+            kept = self._take(self._core.retain(name, key, tier, self._room(owner, tier, share)), owner, tier)
             if kept is None:
                 continue
             if best is None or kept.pages > best.pages:
@@ -334,10 +419,10 @@ class Retention:
         return best
 
     def _lock_node(self, node: int, owner: bytes, tier: int) -> _Entry | None:
-        return self._take(self._core.retain_node(node, tier, self._room(owner, tier)), owner, tier)
+        return self._take(self._core.retain_node(node, tier, self._room(owner, tier, 1.0)), owner, tier)
 
-    def _room(self, owner: bytes, tier: int) -> list[int]:
-        """Returns how many ids of each component an owner may keep beside those that it keeps.
+    def _room(self, owner: bytes, tier: int, share: float) -> list[int]:
+        """Returns how many ids of each component an owner may keep beside those that it keeps, up to a share of all.
 
         The guarantees that other owners have not used are left to them.
         """
@@ -347,11 +432,11 @@ class Retention:
             guaranteed = quota.tiers[tier].of(total)[0]
             shared = self._most[tier][row] - self._guaranteed[tier][row] - self._beyond[tier][row]
             left = min(self._most[tier][row] - self._sum[tier][row], max(0, shared) + max(0, guaranteed - held[row]))
-            room.append(max(0, min(left, self._limit(quota, tier, row) - held[row])))
+            room.append(max(0, min(left, self._limit(quota, tier, row, share) - held[row])))
         return room
 
-    def _limit(self, quota: Quota, tier: int, row: int) -> int:
-        share = self._share if quota.retained is None else quota.retained
+    def _limit(self, quota: Quota, tier: int, row: int, share: float = 1.0) -> int:
+        share = min(share, self._share if quota.retained is None else quota.retained)
         return int(quota.tiers[tier].of(self._totals[tier][row])[1] * share)
 
     def _take(self, kept: tuple[int, int, list[int]], owner: bytes, tier: int) -> _Entry | None:
@@ -377,14 +462,26 @@ class Retention:
         if not any(map(any, held)):
             del self._held[owner]
 
-    def _enter(self, entry: _Entry, until: float, renew_s: float, *, pinned: bool) -> None:
-        """Notes an entry that is locked; one that ends at the same node becomes a part of it."""
+    def _enter(self, entry: _Entry, terms: _Terms) -> None:
+        """Notes an entry that is locked; one that ends at the same node becomes a part of it.
+
+        What somebody asks for takes the place of what nobody has asked for, with its own time.
+        """
         old = self._entries.get(entry.node)
-        if old is not None:
+        until, renew_s, pinned, worth = terms.until, terms.renew_s, terms.pinned, terms.worth
+        if old is not None and worth < old.worth == math.inf:
+            self._drop(entry)
+            return
+        if old is not None and (worth == math.inf) == (old.worth == math.inf):
             until, renew_s, pinned = max(until, old.until), max(renew_s, old.renew_s), pinned or old.pinned
+            worth = max(worth, old.worth)
+        if old is not None:
             self._end(old)
-        entry.until, entry.renew_s, entry.pinned = until, renew_s, pinned
+        entry.until, entry.renew_s, entry.pinned, entry.worth = until, renew_s, pinned, worth
         self._entries[entry.node] = entry
+        if worth < math.inf:
+            self._spare[entry] = None
+            self._spare_pages += entry.pages
         self._pinned += pinned
         self._renewed += renew_s > 0
         self._queue(entry)
@@ -395,6 +492,9 @@ class Retention:
     def _end(self, entry: _Entry) -> None:
         del self._entries[entry.node]
         self._above.pop(entry, None)
+        if entry.worth < math.inf:
+            del self._spare[entry]
+            self._spare_pages -= entry.pages
         self._pinned -= entry.pinned
         self._renewed -= entry.renew_s > 0
         self._drop(entry)

@@ -16,7 +16,7 @@ from rigs.cache import prefill
 from rigs.components import DEVICE, HOST, KINDS, SIZE, STATES, P, Rig
 from rigs.policy_models import InPython
 
-from mainstem.cache.namespaces import Namespace
+from mainstem.cache.namespaces import Namespace, encode_namespace
 from mainstem.cache.policies import BUILT_IN
 from mainstem.cache.prefix_cache import PrefixCache
 from mainstem.cache.retention import Kept
@@ -293,6 +293,122 @@ def test_many_renewals_do_not_grow_the_heap() -> None:
         cache.retention.retain(P, 1e6 + at)
         most = max(most, len(cache.retention._times))
     assert most == 2 * 1 + 64  # twice the entries, and a few: memory stays flat
+
+
+# ---------------------------------------------------------------- what nobody has asked for
+
+A, B = Namespace(tenant="a"), Namespace(tenant="b")
+
+
+def keep(cache: PrefixCache, first: int, pages: int, worth: float, space: Any = A, share: float = 0.2) -> int:
+    """Computes a prompt and keeps it; returns how many pages are kept."""
+    prompt = list(range(first, first + pages * cache.page_size))
+    prefill(cache, prompt, space).finish()
+    kept = cache.retention.keep(prompt, 10.0, space, renew_s=10.0, share=share, worth=worth)
+    cache.check()
+    return kept.positions // cache.page_size
+
+
+def test_what_is_worth_less_gives_way_and_what_is_worth_more_stays() -> None:
+    cache = PrefixCache(40, 2)  # 8 pages
+    assert keep(cache, 0, 4, 3.0) == keep(cache, 100, 4, 1.0) == 4
+    assert keep(cache, 200, 4, 2.0) == 0  # not by more than 1
+    assert keep(cache, 300, 5, 2.5) == 4
+    assert (cache.retention.stats().spare, cache.retention.stats().given_way) == (2, 1)
+    flood(cache, 1000)
+    assert [cached(cache, range(first, first + 8), A) for first in (0, 100, 200, 300)] == [8, 0, 0, 8]
+    cache.retention.poll(10.0)
+    assert cache.retention.stats().spare == cache.retention.stats().spare_pages == 0
+
+
+def test_a_share_counts_what_is_asked_for_too_and_no_other_owner() -> None:
+    cache = PrefixCache(40, 2)
+    prefill(cache, P, A).finish()
+    cache.retention.pin(P, A)
+    assert keep(cache, 100, 6, 1.0) == 4
+    assert keep(cache, 100, 6, 1.0, B) == 6
+    assert keep(cache, 200, 6, 9.0, share=0.0) == 0
+
+
+def test_what_is_kept_and_then_asked_for_has_the_time_that_was_asked_for() -> None:
+    cache = PrefixCache(40, 2)
+    assert keep(cache, 0, 4, 1.0) == 4
+    cache.retention.retain(list(range(8)), 3.0, A)
+    assert cache.retention.stats().spare == 0 and cache.retention.stats().prefixes == 1
+    assert keep(cache, 0, 4, 1.0) == 4 and cache.retention.stats().spare == 0
+    cache.retention.poll(3.0)
+    assert cache.retention.stats().prefixes == 0
+    assert cache.retention.stats().given_way == 0
+
+
+def test_what_others_keep_gives_way_only_where_they_are_in_the_way() -> None:
+    cache = PrefixCache(40, 2, retain_share=0.25, reserve={"full": 24})  # 10 an owner, 16 of all
+    assert keep(cache, 0, 8, 1.0, B) == 8
+    prompt = list(range(100, 140))
+    prefill(cache, prompt, A).finish()
+    assert cache.retention.pin(prompt[:12], A).positions == 12
+    assert cache.retention.stats().spare == 1  # there was room
+    assert cache.retention.pin(prompt, A).positions == 20
+    assert cache.retention.stats().spare == 0
+    roomy = PrefixCache(80, 2, retain_share=0.125)  # 10 an owner, 40 of all
+    assert keep(roomy, 0, 8, 1.0, B, share=0.1) == 8
+    prefill(roomy, prompt, A).finish()
+    assert roomy.retention.pin(prompt, A).positions == 20
+    assert roomy.retention.stats().spare == 1  # its own bound is in the way
+    roomy.check()
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_what_is_asked_for_has_all_the_room_whatever_is_kept_beside(seed: int) -> None:
+    """The same requests with and without anything that is kept: each gets the same, and keeps it."""
+    rng, now, given_way = random.Random(seed), 0.0, 0
+    caches = [PrefixCache(2000, 2, retain_share=0.01, reserve={"full": 1970}) for _ in range(2)]  # 20 an owner, 30
+    for _ in range(200):
+        space, tokens = rng.choice((A, B)), [rng.randrange(3) for _ in range(2 * rng.randrange(1, 13))]
+        roll = rng.random()
+        for cache in caches:
+            prefill(cache, tokens, space).finish()
+        if roll < 0.4:
+            terms = {"renew_s": rng.choice((0.0, 5.0)), "share": rng.choice((0.005, 1.0)), "worth": 4 * rng.random()}
+            before = caches[0].retention.kept(encode_namespace(space))
+            caches[0].retention.keep(tokens, now + 5, space, **terms)
+            after = caches[0].retention.kept(encode_namespace(space))
+            assert after <= max(before, 2 * int(2000 * min(0.01, terms["share"])))
+        elif roll < 0.65:
+            got = [cache.retention.retain(tokens, now + 3, space) for cache in caches]
+            assert got[0] == got[1]
+        elif roll < 0.75:
+            got = [cache.retention.pin(tokens, space) for cache in caches]
+            assert got[0] == got[1]
+            for cache in caches if rng.random() < 0.8 else ():
+                cache.retention.unpin(tokens, space)
+        else:
+            now += 1.0
+            for cache in caches:
+                cache.retention.poll(now)
+        stats = [cache.retention.stats() for cache in caches]
+        assert stats[0].given_way >= given_way and stats[0].prefixes - stats[0].spare == stats[1].prefixes
+        given_way = stats[0].given_way
+        for cache in caches:
+            cache.check()
+    assert given_way > 0
+
+
+@pytest.mark.parametrize(
+    ("name", "given"),
+    [
+        ("until", {"until": -1.0}),
+        ("renew_s", {"renew_s": -1.0}),
+        ("share", {"share": 1.1}),
+        ("worth", {"worth": math.inf}),
+    ],
+)
+def test_what_keep_refuses(name: str, given: dict[str, float]) -> None:
+    cache = PrefixCache(8, 2)
+    cache.retention.poll(0.0)
+    good = {"until": 1.0, "renew_s": 0.0, "share": 0.5, "worth": 1.0} | given
+    with pytest.raises(BadArgument, match=f"{name} = "):
+        cache.retention.keep(P, good.pop("until"), **good)
 
 
 # ---------------------------------------------------------------- demotion
