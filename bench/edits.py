@@ -1,11 +1,11 @@
 """The cost of one changed word at the front of prompts, and what is left of it with rules: `agent_traffic` served.
 
-For each edit, all sessions are sent to the server as they are, with each file of rules, and with next turns computed
-while nothing else runs. The tokens that it computed (`prompt_tokens` less `cached_tokens`) are compared with the least:
-what is new of the same sessions without the edit, so neither a beginning of a prompt before nor an answer to one. What
-is computed between requests is counted apart, and so is what the rules changed. Everything follows from the seed: the
-cache, the scheduler and the API are real, and the model says what the session has, see `saying`. vLLM is then sent the
-same tokens, see `vllm_tokens`.
+For each edit, all sessions are sent to the server as they are, with each file of rules, with next turns computed while
+nothing else runs, and without anchors. The tokens that it computed (`prompt_tokens` less `cached_tokens`) are compared
+with the least: what is new of the same sessions without the edit, so neither a beginning of a prompt before nor an
+answer to one. What is computed between requests is counted apart, and so is what the rules changed. Everything follows
+from the seed: the cache, the scheduler and the API are real, and the model says what the session has, see `saying`.
+vLLM is then sent the same tokens, see `vllm_tokens`.
 
 Times of first tokens are those of a model of 8 billion parameters on one GPU, in virtual time.
 """
@@ -13,7 +13,7 @@ Times of first tokens are those of a model of 8 billion parameters on one GPU, i
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from statistics import quantiles
 from typing import Any, Protocol
@@ -36,14 +36,26 @@ GOALS = {**dict.fromkeys(EDITS, 1.05), "compaction": 1.3, "fork": 1.3}
 """The most that is computed over the least, by edit."""
 NONE = "none"
 """The name of sessions without any edit: what pages cost that are not full."""
-WAYS: Mapping[str, Mapping[str, Any]] = {
-    "as sent": {},
-    "moved": {"prompt_rules": (str(RULES / "move.toml"),)},
-    "dropped": {"prompt_rules": (str(RULES / "drop.toml"),)},
-    "moved, turns": {"prompt_rules": (str(RULES / "move.toml"),), "precompute_turns": 1.0},
-    "dropped, turns": {"prompt_rules": (str(RULES / "drop.toml"),), "precompute_turns": 1.0},
+_MOVED, _DROPPED = ({"prompt_rules": (str(RULES / name),)} for name in ("move.toml", "drop.toml"))
+
+
+@dataclass(frozen=True, slots=True)
+class Way:
+    """Settings of a server, and of its engine."""
+
+    server: Mapping[str, Any] = field(default_factory=dict)
+    engine: Mapping[str, Any] = field(default_factory=dict)
+
+
+WAYS: Mapping[str, Way] = {
+    "as sent": Way(),
+    "moved": Way(_MOVED),
+    "dropped": Way(_DROPPED),
+    "moved, turns": Way({**_MOVED, "precompute_turns": 1.0}),
+    "dropped, turns": Way({**_DROPPED, "precompute_turns": 1.0}),
+    "moved, no anchors": Way(_MOVED, {"anchor_share": 0.0}),
 }
-"""Settings of a server by the name of a way; a further one, as with anchors, is a row here."""
+"""Ways to serve, by name."""
 _PLAIN, VLLM = "as sent", "as sent, vLLM"
 _SLACK = 128
 """Tokens that the longest prompt may have more with an edit."""
@@ -170,10 +182,11 @@ def measure(settings: Settings, edit: str, report: Report) -> Iterator[Row]:
 
 def _ways(settings: Settings, sent: Sequence[Step], pages: int, *, edited: bool) -> Iterator[tuple[str, Row]]:
     """Yields each way, and what was served: Mainstem's, then vLLM's."""
-    cache, context = _cache(settings, pages), _context(sent)
+    context = _context(sent)
     spoken: list[Spoken] = []
     for way in settings.ways if edited else (_PLAIN,):
-        with serving(_server(**WAYS[way]), cache, context) as server:
+        engine = replace(_cache(settings, pages), **WAYS[way].engine)
+        with serving(_server(**WAYS[way].server), engine, context) as server:
             heard = Transcript(server)
             yield way, served(settings, heard, sent)
         spoken = heard.spoken if way == _PLAIN else spoken

@@ -785,11 +785,11 @@ PYTHON: tuple[Mutant, ...] = (
     ),
     _mutant(
         "one owner may retain what is left to all", "-", _RETENTION,
-        "min(left, self._limit(quota, tier, row) - held[row])", "left", "advice",
+        "min(left, self._limit(quota, tier, row, share) - held[row])", "left", "advice",
     ),
     _mutant(
         "nothing is left to running requests", "-", _RETENTION,
-        "min(left, self._limit(quota, tier, row)", "min(10**9, self._limit(quota, tier, row)",
+        "min(left, self._limit(quota, tier, row, share)", "min(10**9, self._limit(quota, tier, row, share)",
         "tests/cache/policies/test_retention.py::test_owners_do_not_take_from_each_other_but_the_reserve_is_common",
     ),
     _mutant(
@@ -820,6 +820,21 @@ PYTHON: tuple[Mutant, ...] = (
     _mutant(
         "a retention that moves down is counted on both tiers", "-", _RETENTION,
         "            return\n        self._drop(entry)\n", "            return\n", "advice",
+    ),
+    _mutant(
+        "what nobody has asked for keeps the room that somebody asks for", "-", _RETENTION,
+        "least = self._least(owner, terms.worth)", "least = None",
+        "tests/cache/policies/test_retention.py::test_what_is_asked_for_has_all_the_room_whatever_is_kept_beside",
+    ),
+    _mutant(
+        "what one tenant asks for ends what others keep, whoever is in the way", "-", _RETENTION,
+        "crowded = worth == math.inf and any(", "crowded = worth == math.inf or any(",
+        "tests/cache/policies/test_retention.py::test_what_others_keep_gives_way_only_where_they_are_in_the_way",
+    ),
+    _mutant(
+        "a retry of a session makes an anchor", "-", "runtime/hints/anchors.py",
+        "return (0, parted) if known else (parted, 0)", "return (parted, 0)",
+        "tests/runtime/hints/test_anchors.py::test_a_retry_of_a_session_is_none_until_it_goes_on_from_it",
     ),
     # ---------------------------------------------------------------- quotas
     _mutant(

@@ -80,6 +80,9 @@ class CacheStats:
         gauge("mainstem_retained_pages", "Pages or slots of each component that are retained, by tier",
             {("*", tier): f"retention.{tier}.*" for tier in ("device", "host")}, ("component", "tier")),
         gauge("mainstem_retained_prefixes", "Prefixes that are retained for a time or pinned", "retention.prefixes"),
+        gauge("mainstem_anchors", "Prefixes that are retained because sessions share them", "retention.spare"),
+        gauge("mainstem_anchor_pages", "Pages of the first component up to the ends of these", "retention.spare_pages"),
+        Metric("mainstem_anchors_dropped", "Prefixes that were, until others needed the room", "retention.given_way"),
     )  # fmt: skip
 
     @property

@@ -229,6 +229,9 @@ class Limits(Settings):
         age_limit_s: A request that has waited longer is overtaken only by older, preempted or higher-priority ones.
         prefetch_sessions: Part of the device's pages for sessions that are expected back soon: their pages are loaded
             from the host and storage before their next turn comes. Up to 1; 0 turns this off.
+        anchor_share: Part of each pool that a tenant keeps for prefixes that several of its sessions begin with, up to
+            --retain-share, which bounds both together. With --tenants, of the largest part that it may have.
+            0 turns this off.
         explain: Explain why tokens of a prompt were computed instead of found: in answers that ask for it, at
             /v1/cache/explain, and in metrics.
     """
@@ -242,6 +245,7 @@ class Limits(Settings):
         30.0, Range("a number, 0 or more", lambda value: value == math.inf or number(0).holds(value)), flag=False
     )
     prefetch_sessions: float = setting(0.0, number(0, 1))
+    anchor_share: float = setting(0.05, number(0, 1))
     explain: bool = setting(False, switch())
 
 

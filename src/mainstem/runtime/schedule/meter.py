@@ -53,6 +53,7 @@ class Totals:
             explained.
         saved_flops, saved_s: operations, and the estimated time, of computing what was cached.
         session_prefetches: sessions that were to be brought up, by what came of it; see `sessions`.
+        anchors: prefixes that sessions were seen to share, and sessions that came to one; see `anchors`.
     """
 
     requests: int = 0
@@ -70,6 +71,7 @@ class Totals:
     grammar_requests: int = 0
     checkpoints: dict[str, int] = field(default_factory=lambda: dict.fromkeys(get_args(Reason), 0))
     session_prefetches: dict[str, int] = field(default_factory=dict)
+    anchors: dict[str, int] = field(default_factory=dict)
     missed: dict[str, int] = field(default_factory=dict)
     saved_flops: float = 0.0
     saved_s: float = 0.0
@@ -80,7 +82,7 @@ class Totals:
         Raises:
             AssertionError: a rule is broken.
         """
-        kept = (self.checkpoints, self.session_prefetches, self.missed)
+        kept = (self.checkpoints, self.session_prefetches, self.anchors, self.missed)
         values = [value for value in vars(self).values() if not isinstance(value, dict)]
         assert min([0, *values, *(n for counts in kept for n in counts.values())]) == 0, "a count is below 0"
         assert self.cached_tokens <= self.prompt_tokens, "cached_tokens <= prompt_tokens"
@@ -101,6 +103,8 @@ class Totals:
             {("*",): "checkpoints.*"}, ("reason",)),
         Metric("mainstem_session_prefetches", "Sessions to be brought to the device ahead, by what came of it",
             {("*",): "session_prefetches.*"}, ("outcome",)),
+        Metric("mainstem_shared_prefixes", "Prefixes that sessions were seen to share", "anchors.found"),
+        Metric("mainstem_shared_prefix_sessions", "Sessions that began with such a prefix", "anchors.counted"),
         Metric("mainstem_misses_tokens", "Prompt tokens computed, by cause; only with --explain", {("*",): "missed.*"},
             ("cause",)),
         Metric("mainstem_saved_flops", "Floating-point operations of computing what was cached", "saved_flops"),
@@ -113,7 +117,7 @@ class Totals:
     def copy(self) -> Totals:
         """Returns the counts as they are at one moment, so that differences of them never go back. For any thread."""
         counts: dict[str, Any] = vars(self).copy()  # at once: no other thread runs meanwhile
-        for name in ("checkpoints", "session_prefetches", "missed"):
+        for name in ("checkpoints", "session_prefetches", "anchors", "missed"):
             counts[name] = dict(counts[name])
         return Totals(**counts)
 
