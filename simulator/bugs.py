@@ -836,6 +836,11 @@ PYTHON: tuple[Mutant, ...] = (
         "return (0, parted) if known else (parted, 0)", "return (parted, 0)",
         "tests/runtime/hints/test_anchors.py::test_a_retry_of_a_session_is_none_until_it_goes_on_from_it",
     ),
+    _mutant(
+        "what goes on from a replaced prompt goes first with it", "-", "runtime/hints/replaced.py",
+        "key + _NOBODYS * self._cache.page_size, 1", "key, 1",
+        "tests/runtime/hints/test_replaced.py::test_what_goes_on_from_the_history_or_its_answer_stays",
+    ),
     # ---------------------------------------------------------------- quotas
     _mutant(
         "what others are guaranteed is retained", "-", _RETENTION,

@@ -54,6 +54,7 @@ class Totals:
         saved_flops, saved_s: operations, and the estimated time, of computing what was cached.
         session_prefetches: sessions that were to be brought up, by what came of it; see `sessions`.
         anchors: prefixes that sessions were seen to share, and sessions that came to one; see `anchors`.
+        replaced_prompts: earlier prompts that are evicted first, since a summary has replaced them; see `replaced`.
     """
 
     requests: int = 0
@@ -73,6 +74,7 @@ class Totals:
     session_prefetches: dict[str, int] = field(default_factory=dict)
     anchors: dict[str, int] = field(default_factory=dict)
     missed: dict[str, int] = field(default_factory=dict)
+    replaced_prompts: int = 0
     saved_flops: float = 0.0
     saved_s: float = 0.0
 
@@ -105,6 +107,8 @@ class Totals:
             {("*",): "session_prefetches.*"}, ("outcome",)),
         Metric("mainstem_shared_prefixes", "Prefixes that sessions were seen to share", "anchors.found"),
         Metric("mainstem_shared_prefix_sessions", "Sessions that began with such a prefix", "anchors.counted"),
+        Metric("mainstem_replaced_prompts", "Prompts that are evicted first, since a summary has replaced them",
+            "replaced_prompts"),
         Metric("mainstem_misses_tokens", "Prompt tokens computed, by cause; only with --explain", {("*",): "missed.*"},
             ("cause",)),
         Metric("mainstem_saved_flops", "Floating-point operations of computing what was cached", "saved_flops"),

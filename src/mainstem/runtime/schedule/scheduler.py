@@ -52,6 +52,7 @@ from mainstem.cache.prefix_cache import Lease, PrefixCache
 from mainstem.errors import OutOfPages
 from mainstem.runtime.audit.auditor import Auditor
 from mainstem.runtime.hints.anchors import Anchors
+from mainstem.runtime.hints.replaced import Replaced
 from mainstem.runtime.hints.sessions import Sessions
 from mainstem.runtime.parallel.ranks import ONE_RANK, Ranks, require_equal
 from mainstem.runtime.request import Request
@@ -148,7 +149,7 @@ class Scheduler:
         self._most_rows = self._rows = max(1, _MOST_LOGITS // runner.vocab_size)  # of prompts; left in this step
         self._drafter = Drafter(cache, limits.draft_tokens, ranks)
         self._sessions = Sessions(cache, limits.prefetch_sessions)
-        self._anchors = Anchors(cache, limits.anchor_share)
+        self._anchors, self._replaced = Anchors(cache, limits.anchor_share), Replaced(cache)
         self.totals.session_prefetches, self.totals.anchors = self._sessions.counts, self._anchors.counts
         prefill = PrefillCost() if self._tiers is None else self._tiers.prefill
         self._meter = Meter(prefill, clock)
@@ -295,6 +296,7 @@ class Scheduler:
         self.totals.check()
         self._sessions.check()
         self._anchors.check()
+        self._replaced.check()
         waiting = self._queue.sequences
         assert not waiting.keys() & self._running.keys(), "a request waits or runs"
         assert len(waiting) + len(self._running) + self.totals.errors <= self.totals.requests, "each was counted"
@@ -525,4 +527,5 @@ class Scheduler:
         if end.reason in ("stop", "length"):
             self._sessions.ended(sequence, self._now_s)
             self._anchors.ended(sequence, self._now_s)
+            self.totals.replaced_prompts += self._replaced.ended(sequence)
         self._outputs.end(sequence, end, usage)
