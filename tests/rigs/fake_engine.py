@@ -82,7 +82,9 @@ def cache_stats(queried: int, hit: int) -> CacheStats:
     leases: Any = FakeCounters(queried=queried, hit=hit, checkpoints=5, checkpoints_missed=2)
     tree: Any = FakeCounters(evicted_pages=7)
     pools = {"full": PoolStats(100, 60, 30, 10, 8), "state": PoolStats(9, 2, 4, 3, 1)}
-    retention = RetentionStats(3, 1, 2, {"full": 5, "state": 2}, {"full": 7, "state": 0}, {"full": 25, "state": 2})
+    retention = RetentionStats(
+        3, 1, 2, 1, 4, 6, {"full": 5, "state": 2}, {"full": 7, "state": 0}, {"full": 25, "state": 2}
+    )
     return CacheStats(leases, tree, pools, retention)
 
 

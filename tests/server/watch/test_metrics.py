@@ -110,6 +110,10 @@ OTHER_WORDS = {
     ("mainstem_audits", "*"): "prefixes.*",
     ("mainstem_kv_events",): "published",
     ("mainstem_prefills", "*"): "outcomes.*",
+    ("mainstem_shared_prefixes", "*"): "anchors.*",
+    ("mainstem_anchors",): "retention.spare",
+    ("mainstem_anchor_pages",): "retention.spare_pages",
+    ("mainstem_anchors_dropped",): "retention.given_way",
 }
 """Numbers whose metric says it in other words than their field."""
 
