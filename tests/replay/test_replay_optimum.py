@@ -13,6 +13,7 @@ from mainstem.errors import BadArgument
 from mainstem.replay.simulate.optimum import Optimum
 from mainstem.replay.simulate.sweep import replay
 from mainstem.replay.trace import Batch, Trace
+from mainstem.settings.replay import Setup
 
 
 def best_hits(paths: list[Path], capacity: int) -> int:
@@ -94,6 +95,8 @@ def test_a_row_by_hand() -> None:
     # Keep 1 and 3, or 1 and 2: either way two blocks are hit, and one prompt in full.
     assert (row.policy, row.block_hits, row.evicted_blocks) == ("opt", 2, 2)
     assert row.tiers[0].written_blocks == 4
+    slow = Optimum(Trace.of(batch, block_size=4)).replay(2, setup=Setup(prefill_rate=1))
+    assert slow.ttft_p50_s == pytest.approx(1e4 * row.ttft_p50_s) and 1 < slow.ttft_p50_s < 7
     assert (row.prefill_flops, row.saved_flops) == (22.0, row.token_hits - 1.0)  # one token of a full hit is computed
 
 

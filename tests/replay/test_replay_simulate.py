@@ -398,9 +398,27 @@ def test_a_row_by_tenant_kind_and_time() -> None:
     assert (len(row.timeline.block_hits), row.timeline.block_accesses[-1]) == (176, 1)
 
 
+def test_first_tokens_by_hand_with_a_tier_and_a_prompt_that_is_found_whole() -> None:
+    paths = [[1, 2], [3, 4], [1, 2], [1, 2], []]
+    trace = Trace.of(Batch.of(paths, block_size=10, input_tokens=[20, 15, 20, 20, 0]), block_size=10)
+    setup = Setup(host_blocks=9, prefill_rate=100, load_rate=1000)
+    row = replay(trace, "lru", 2, setup=setup)
+    # 20 and 15 tokens are computed; then 19 are loaded from the host, then they are on the device, and the last token
+    # is computed. The empty prompt has no first token.
+    seconds = [0.20, 0.15, 0.019 + 0.01, 0.01]
+    assert [row.ttft_p50_s, row.ttft_p90_s, row.ttft_p99_s] == pytest.approx(
+        np.quantile(seconds, (0.5, 0.9, 0.99)).tolist(), rel=1e-6
+    )
+    late = replay(trace, "lru", 2, setup=setup, flops=lambda tokens, past: tokens * (1000.0 + past + tokens / 2))
+    # 1,000 tokens take 10 s, so a unit of work takes 10 / 1.5e6 s.
+    seconds = [20 * 1010, 15 * 1007.5, 0.019 * 1.5e5 + 1019.5, 1019.5]
+    assert late.ttft_p90_s == pytest.approx(float(np.quantile(seconds, 0.9)) / 1.5e5, rel=1e-6)
+
+
 def test_an_empty_trace_and_empty_prompts() -> None:
     row = replay(Trace.of(Batch.of([])), "lru", 5)
     assert (row.requests, row.block_hit_rate, row.timeline.block_hits) == (0, 0.0, ())
+    assert (row.ttft_p50_s, row.ttft_p90_s, row.ttft_p99_s) == (0.0, 0.0, 0.0)
     row = replay(Trace.of(Batch.of([[], [1], []])), "lru", 5, setup=Setup(replicas=2, routing="hash"))
     assert (row.requests, row.block_accesses, row.block_hits) == (3, 1, 0)
 

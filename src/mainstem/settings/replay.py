@@ -102,8 +102,8 @@ class Setup(Settings):
             front chooses (cost).
         router_lag: Time after which a router knows what came to a replica or left it, such as 50ms; for prefix and
             cost. With 0 it knows at once, and one core serves them.
-        prefill_rate: Tokens per second that a replica computes, for routing by cost.
-        load_rate: Tokens per second that a replica loads from its lower tiers, for routing by cost.
+        prefill_rate: Tokens per second that a replica computes, for first tokens and for routing by cost.
+        load_rate: Tokens per second that a replica loads from its lower tiers, for the same.
 
     `ttl` and `router_lag` are in seconds. A load is the recent prompt tokens, halved every 60 s. By prefix, a replica
     gets a request if it has half of it; of equals, the one with the least load. Skipped are replicas with more than 1.5
@@ -119,6 +119,10 @@ class Setup(Settings):
     router_lag: float = setting(0.0, number(0, 1e6), unit=TIME)
     prefill_rate: float = setting(10_000.0, number(1e-3, 1e12))
     load_rate: float = setting(100_000.0, number(1e-3, 1e12))
+
+
+ONE_CACHE = Setup()
+"""One cache without lower tiers."""
 
 
 @dataclass(frozen=True, kw_only=True)

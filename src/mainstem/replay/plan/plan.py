@@ -162,8 +162,8 @@ def _parts(given: Assumptions) -> int:
 
 
 def _replays(study: Study) -> Hits:
-    from mainstem.replay.simulate.sweep import ONE_CACHE, hit_blocks
-    from mainstem.settings.replay import Setup
+    from mainstem.replay.simulate.sweep import hit_blocks
+    from mainstem.settings.replay import ONE_CACHE, Setup
 
     given, engine = study.facts.given, study.facts.engine
     if given.routing == "shared" or given.replicas == 1:

@@ -176,6 +176,8 @@ def _row_cells(info: TraceInfo, row: Row, best: int | None) -> Iterator[tuple[st
     yield "tokens hit", _percent(row.token_hit_rate)
     if row.saved_flops is not None and row.prefill_flops:
         yield "FLOPs saved", _percent(row.saved_flops / row.prefill_flops)
+    for name, seconds in (("p50", row.ttft_p50_s), ("p90", row.ttft_p90_s), ("p99", row.ttft_p99_s)):
+        yield f"first token, {name}", show_seconds(seconds)
     yield "evicted", f"{row.evicted_blocks:,}"
     if row.ttl_s is not None:
         yield "expired", f"{row.tiers[0].expired_blocks:,}"

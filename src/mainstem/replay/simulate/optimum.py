@@ -12,8 +12,10 @@ from numpy.typing import NDArray
 
 from mainstem import _core
 from mainstem.errors import check_integer
-from mainstem.replay.simulate.rows import Flops, Row, Tally, TierCounts
+from mainstem.replay.simulate.first_token import Flops
+from mainstem.replay.simulate.rows import Row, Tally, TierCounts
 from mainstem.replay.trace import Trace
+from mainstem.settings.replay import ONE_CACHE, Setup
 
 NAME = "opt"
 """Its name among the policies."""
@@ -48,14 +50,14 @@ class Optimum:
         """
         return self._run(capacity_blocks)[0].astype(np.int64)
 
-    def replay(self, capacity_blocks: int, *, flops: Flops | None = None) -> Row:
-        """Returns the row of this capacity.
+    def replay(self, capacity_blocks: int, *, setup: Setup = ONE_CACHE, flops: Flops | None = None) -> Row:
+        """Returns the row of this capacity. Of `setup`, it has the rate of prefill.
 
         Raises:
             BadArgument: the capacity is below 1.
         """
         hits, evicted = self._run(capacity_blocks)
-        tally = Tally(self._trace, [("device", capacity_blocks)], flops=flops)
+        tally = Tally(self._trace, [("device", capacity_blocks)], setup, flops)
         at = 0
         for batch in self._trace.batches():
             tally.add(batch, hits[at : at + len(batch), None])

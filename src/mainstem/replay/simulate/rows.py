@@ -5,18 +5,15 @@ Knows traces and numbers of blocks; no trees, no policies.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
 
+from mainstem.replay.simulate.first_token import QUANTILES, Flops, Prefill
 from mainstem.replay.trace import Batch, Trace
-
-Flops: TypeAlias = Callable[[NDArray[np.int64], NDArray[np.int64]], NDArray[np.float64]]
-"""`flops(tokens, past)`: FLOPs of computing `tokens` tokens, 1 or more of each prompt, after `past` cached ones;
-element-wise, like `ModelShape.prefill_flops`."""
+from mainstem.settings.replay import ONE_CACHE, Setup
 
 _MAX_SPANS = 256  # of a timeline; a trace that is long enough has at least half as many
 
@@ -91,6 +88,8 @@ class Row:
         ttl_s: the time to live; None: forever.
         tiers: the tiers from the device down.
         tenants, kinds: those with requests, if the trace has any.
+        ttft_p50_s, ttft_p90_s, ttft_p99_s: quantiles of the time to the first token of a request for which nobody else
+            waits, see `first_token`; 0.0: no prompt has a token.
         prefill_flops, saved_flops: FLOPs of all prompts without a cache, and those saved by it; None: not counted.
     """
 
@@ -108,6 +107,9 @@ class Row:
     block_hit_rate: float
     token_hit_rate: float
     evicted_blocks: int
+    ttft_p50_s: float
+    ttft_p90_s: float
+    ttft_p99_s: float
     prefill_flops: float | None
     saved_flops: float | None
     tiers: tuple[TierRow, ...]
@@ -134,19 +136,21 @@ class Tally:
     Args:
         trace: the trace, all of whose batches are added.
         tiers: names and capacities in blocks, from the device down.
-        replicas: number of replicas.
+        setup: the number of replicas, and their rates.
         flops: computes prefill FLOPs; None: not counted.
     """
 
     def __init__(
-        self, trace: Trace, tiers: Sequence[tuple[str, int]], replicas: int = 1, flops: Flops | None = None
+        self, trace: Trace, tiers: Sequence[tuple[str, int]], setup: Setup = ONE_CACHE, flops: Flops | None = None
     ) -> None:
         self._trace, self._tiers, self._flops = trace, tiers, flops
+        self._engine = Prefill(setup.prefill_rate, setup.load_rate, flops)
+        self._ttft_s: list[NDArray[np.float32]] = []
         self._prefill = self._saved = 0.0
         self._hits, self._token_hits = np.zeros((2, len(tiers)), np.int64)
         self._tenants = np.zeros((len(trace.tenants), 5), np.int64)
         self._kinds = np.zeros((len(trace.kinds), 5), np.int64)
-        self._served = np.zeros(replicas, np.int64)
+        self._served = np.zeros(setup.replicas, np.int64)
         self._time = _Spans()
 
     def add(self, batch: Batch, hits: NDArray[np.int32], replica: NDArray[np.int32] | None = None) -> None:
@@ -168,14 +172,15 @@ class Tally:
         served = np.zeros_like(batch.kind) if replica is None else replica
         self._served += np.bincount(served, minlength=len(self._served))
         self._time.add(batch.time_s, blocks, found[:, -1])
+        asked = batch.input_tokens > 0
+        tokens, upto = batch.input_tokens[asked], upto[asked]
+        self._ttft_s.append(self._engine.seconds(tokens, upto[:, 0], upto[:, -1]).astype(np.float32))
         if self._flops is not None:
-            self._count_flops(self._flops, batch.input_tokens, upto[:, -1])
+            self._count_flops(self._flops, tokens, upto[:, -1])
 
     def _count_flops(self, flops: Flops, tokens: NDArray[np.int64], hits: NDArray[np.int64]) -> None:
         """Counts FLOPs. The last token of a prompt is always computed, because its logits are needed."""
-        asked = tokens > 0
-        tokens = tokens[asked]
-        past = np.minimum(hits[asked], tokens - 1)
+        past = np.minimum(hits, tokens - 1)
         whole = float(flops(tokens, np.zeros_like(past)).sum())
         self._prefill += whole
         self._saved += whole - float(flops(tokens - past, past).sum())
@@ -192,6 +197,8 @@ class Tally:
         """Returns the row of these sums and of the tiers' own counts."""
         whole, hits, token_hits = self._trace.whole, int(self._hits.sum()), int(self._token_hits.sum())
         blocks, tokens = len(whole.blocks), int(whole.input_tokens.sum())
+        ttft_s = np.concatenate(self._ttft_s) if self._ttft_s else np.zeros(0, np.float32)
+        p50, p90, p99 = map(float, np.quantile(ttft_s, QUANTILES)) if len(ttft_s) else (0.0, 0.0, 0.0)
         return Row(
             trace=self._trace.name,
             policy=policy,
@@ -207,6 +214,9 @@ class Tally:
             block_hit_rate=hits / max(1, blocks),
             token_hit_rate=token_hits / max(1, tokens),
             evicted_blocks=counts[0].evicted,
+            ttft_p50_s=p50,
+            ttft_p90_s=p90,
+            ttft_p99_s=p99,
             prefill_flops=None if self._flops is None else self._prefill,
             saved_flops=None if self._flops is None else self._saved,
             tiers=tuple(self._tier(tier, count, block_bytes) for tier, count in enumerate(counts)),

@@ -25,9 +25,10 @@ from mainstem.cache.policies import Policy, find_policy
 from mainstem.errors import BadArgument, check_integer
 from mainstem.replay.simulate import optimum
 from mainstem.replay.simulate.caches import Caches
-from mainstem.replay.simulate.rows import Flops, Row, Tally
+from mainstem.replay.simulate.first_token import Flops
+from mainstem.replay.simulate.rows import Row, Tally
 from mainstem.replay.trace import Trace
-from mainstem.settings.replay import MAX_BLOCKS, Setup
+from mainstem.settings.replay import MAX_BLOCKS, ONE_CACHE, Setup
 from mainstem.units import parse_bytes
 
 Progress = Callable[[int, int], None]
@@ -36,9 +37,6 @@ Progress = Callable[[int, int], None]
 TIERS = ("device", "host", "storage")
 _EXAMPLES = "5%, 1000 (blocks), 2Mtok or 10GB"
 _MULTIPLES = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9}
-
-
-ONE_CACHE = Setup()
 
 
 def tiers_of(setup: Setup, capacity_blocks: int) -> list[tuple[str, int]]:
@@ -74,8 +72,8 @@ def replay(
         policy: see `mainstem.cache.policies.find_policy`; or "opt", the offline optimum, or that of this trace. With
             several replicas, each has a copy of an object.
         capacity_blocks: capacity of the device.
-        setup: lower tiers, replicas, time to live.
-        flops: cost of prefill, to count the FLOPs saved.
+        setup: lower tiers, replicas, time to live, rates.
+        flops: cost of prefill, to count the FLOPs saved, and the time to the first token by position.
         bytes_per_token: bytes of a token, to count bytes moved.
         workers: threads among which replicas are divided.
         progress: called now and then.
@@ -91,12 +89,12 @@ def replay(
     check_policy(optimum.NAME if isinstance(policy, optimum.Optimum) else policy, setup)
     policy = optimum.Optimum(trace) if policy == optimum.NAME else policy
     if isinstance(policy, optimum.Optimum):
-        row = policy.replay(capacity_blocks, flops=flops)
+        row = policy.replay(capacity_blocks, setup=setup, flops=flops)
         if progress is not None:
             progress(len(trace), len(trace))
         return row
     tiers = tiers_of(setup, capacity_blocks)
-    tally = Tally(trace, tiers, setup.replicas, flops)
+    tally = Tally(trace, tiers, setup, flops)
     done = 0
     with Caches(policy, tiers, setup, trace.block_size, workers=workers) as caches:
         for batch in trace.batches():
