@@ -1,16 +1,21 @@
 """Agents in virtual time: what hints of the next use are worth, and what wrong ones cost.
 
-    lru, gittins    without hints
+    lru, ...        without hints
     hints           each request says when its prefix is used next, as far as its client can know
     shuffled        the same times, each said by another request
     inverted        soon is said where it is late, and late where it is soon
     optimum         the offline optimum over the order in which `lru` served: it knows all, and locks nothing; but no
                     more than a cache with room for all found, which also waits for what is computed at the same time
+    unlimited       a cache with room for all: no policy has shorter first tokens
 
 The scheduler, the cache and the core are the real ones; the model only takes time. Tokens, pages and answers are blocks
 of `block_tokens` tokens. A job asks again when its answers and its tools are there, so that hits make jobs shorter. A
 client knows which tool it waits for, and how long that takes as a rule; how many steps of a workflow come before an
 agent's next turn; that a job is over. A row is a function of the settings.
+
+Two times to the first token are reported. `first` is measured, from a request's arrival to its first token, and has the
+wait for others in it. `prefill` is computed, from the blocks that a request did not find, as if it were alone: the
+optimum, which nothing serves, has only this one. The optimum has the most hits, not the shortest tail.
 """
 
 from __future__ import annotations
@@ -19,8 +24,11 @@ import heapq
 import itertools
 import random
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor
 from dataclasses import asdict, dataclass, field
 from functools import partial
+from itertools import chain
+from multiprocessing import get_context
 from pathlib import Path
 from statistics import mean, quantiles
 from typing import Any
@@ -44,7 +52,11 @@ from mainstem.settings.engine import Limits, SamplingParams
 MIN_GAP = 0.5
 """Percentage points of hits; a share of a smaller gap is meaningless."""
 LEAST_CLOSED, MOST_LOST = 50.0, 0.3
+LONGEST_TAIL = 75.0
+"""Percent of the 90th percentile that `lru` has, of the first token as it is computed."""
 WRONG = ("shuffled", "inverted")
+BOUNDS = ("optimum", "unlimited")
+QUANTILES = {"p50": 0.5, "p90": 0.9, "p99": 0.99}
 _NEVER_S = 86_400.0
 _NO_HINTS = Hints()
 
@@ -76,7 +88,7 @@ class Settings:
     percents: tuple[float, ...] = (1, 2, 5, 10)
     jobs: int = 240
     workloads: tuple[str, ...] = ("react", "workflow", "tree", "rag")
-    policies: tuple[str, ...] = ("lru", "gittins")
+    policies: tuple[str, ...] = ("lru", "gittins", "tail")
     traces: tuple[str, ...] = ()
     trace_requests: int = 4000
     block_tokens: int = 32
@@ -309,11 +321,13 @@ class Served:
 
     Args:
         calls: in the order in which they were admitted, with the blocks of each prompt that were cached.
+        first_s: [calls] from the arrival of each to its first token.
         jobs_s: from the start of each job to its end.
         won, lost: blocks found and missed because hints were followed.
     """
 
     calls: list[tuple[Call, int]]
+    first_s: list[float]
     jobs_s: list[float]
     won: int
     lost: int
@@ -327,6 +341,15 @@ class Served:
         """Returns the work of prefills that hits saved, in percent."""
         whole = sum(settings.seconds(0, len(call.prompt)) for call, _ in self.calls)
         return 100 * sum(settings.seconds(0, hit) for _, hit in self.calls) / whole
+
+    def tails(self, settings: Settings) -> Row:
+        """Returns quantiles of the time to the first token: of the measured one, if any, and of the computed one."""
+        alone = [settings.seconds(hit, len(call.prompt)) for call, hit in self.calls]
+        return {
+            f"{name}_{quantile}_s": float(np.quantile(seconds, share))
+            for name, seconds in (("first", self.first_s), ("prefill", alone)) if seconds
+            for quantile, share in QUANTILES.items()
+        }  # fmt: skip
 
 
 def serve(settings: Settings, jobs: Sequence[Job], blocks: int, policy: str, says: dict[Call, Hints]) -> Served:
@@ -356,7 +379,10 @@ def serve(settings: Settings, jobs: Sequence[Job], blocks: int, policy: str, say
     due: list[tuple[float, int, Call, int]] = []  # when, a number, the request, its job
     stage, left, ended = [0] * len(jobs), [0] * len(jobs), [0.0] * len(jobs)
     under_way: dict[str, tuple[Call, int]] = {}
+    arrived: dict[str, float] = {}  # of those without a first token
+    waited: dict[str, float] = {}
     calls: list[tuple[Call, int]] = []
+    first_s: list[float] = []
 
     def begin(at: int, now_s: float) -> None:
         now = jobs[at].stages[stage[at]]
@@ -371,16 +397,19 @@ def serve(settings: Settings, jobs: Sequence[Job], blocks: int, policy: str, say
             model.now_s = max(model.now_s, due[0][0])
         while due and due[0][0] <= model.now_s:
             when_s, number, call, at = heapq.heappop(due)
-            under_way[str(number)] = call, at
+            under_way[str(number)], arrived[str(number)] = (call, at), when_s
             params = SamplingParams(max_tokens=call.answer, ignore_eos=True)
             request = Request(np.array(call.prompt, np.int32), params, hints=says.get(call, _NO_HINTS))
             scheduler.add(str(number), request, when_s)
         for id, what in scheduler.step():
+            if isinstance(what, Delta) and id in arrived:
+                waited[id] = model.now_s - arrived.pop(id)
             if not isinstance(what, Delta) or what.finish_reason is None:
                 continue
             assert what.error is None and what.usage is not None, what.error
             call, at = under_way.pop(id)
             calls.append((call, what.usage.cached_tokens))
+            first_s.append(waited.pop(id))
             left[at] -= 1
             if left[at]:
                 continue
@@ -390,7 +419,7 @@ def serve(settings: Settings, jobs: Sequence[Job], blocks: int, policy: str, say
             else:
                 ended[at] = model.now_s - jobs[at].start_s
     stats = cache.stats().tree
-    return Served(calls, ended, stats.advice_won, stats.advice_lost)
+    return Served(calls, first_s, ended, stats.advice_won, stats.advice_lost)
 
 
 # ---------------------------------------------------------------- hints
@@ -424,7 +453,7 @@ def measure(settings: Settings, name: str, jobs: Sequence[Job], seed: int, *, tr
     calls = [call for job in jobs for stage in job.stages for call in stage]
     longest = max(len(call.whole) for call in calls)
     distinct = _trace(calls).distinct_blocks
-    most = serve(settings, jobs, distinct + longest, "lru", {}).hit_rate
+    unlimited = serve(settings, jobs, distinct + longest, "lru", {})
     ways: dict[str, dict[Call, Hints]] = {"": {}}
     if true:
         ways |= {"hints": hinted(calls), "shuffled": shuffled(calls, seed), "inverted": inverted(calls)}
@@ -441,22 +470,22 @@ def measure(settings: Settings, name: str, jobs: Sequence[Job], seed: int, *, tr
             if policy == settings.policies[0] and not way:
                 order = [call for call, _ in served.calls]
             yield {
-                **cell, "policy": policy, "way": way,
-                "hit_rate": served.hit_rate, "saved": served.saved(settings), "job_s": mean(served.jobs_s),
-                "job_p95_s": quantiles(served.jobs_s, n=20, method="inclusive")[-1],
+                **cell, "policy": policy, "way": way, **_figures(settings, served),
+                "job_s": mean(served.jobs_s), "job_p95_s": quantiles(served.jobs_s, n=20, method="inclusive")[-1],
                 "won": served.won, "lost": served.lost,
             }  # fmt: skip
         best = Optimum(_trace(order)).hit_blocks(blocks)
         known = Served(
-            [(call, min(int(hit), len(call.prompt) - 1)) for call, hit in zip(order, best, strict=True)], [], 0, 0
+            [(call, min(int(hit), len(call.prompt) - 1)) for call, hit in zip(order, best, strict=True)], [], [], 0, 0
         )
-        yield {
-            **cell,
-            "policy": "optimum",
-            "way": "",
-            "hit_rate": min(most, known.hit_rate),
-            "saved": known.saved(settings),
-        }
+        bound = _figures(settings, known)
+        bound["hit_rate"] = min(unlimited.hit_rate, known.hit_rate)
+        yield {**cell, "policy": "optimum", "way": "", **bound}
+        yield {**cell, "policy": "unlimited", "way": "", **_figures(settings, unlimited)}
+
+
+def _figures(settings: Settings, served: Served) -> Row:
+    return {"hit_rate": served.hit_rate, "saved": served.saved(settings), **served.tails(settings)}
 
 
 def _trace(calls: Sequence[Call]) -> Trace:
@@ -476,14 +505,18 @@ def judge(rows: Sequence[Row]) -> tuple[list[Row], list[Row]]:
     """Returns a cell for each workload and capacity, and the goals: what, goal, unit, measured, met.
 
     A cell has, for each policy, the share of the gap between `lru` and the optimum that hints close (None: it is
-    smaller than `MIN_GAP`), and the points that wrong ones cost.
+    smaller than `MIN_GAP`), and the points that wrong ones cost. `tail`: the 90th percentile of the computed time to
+    the first token in percent of that of `lru`, where hits are not fewer by more than `MOST_LOST`; left out where a
+    cache with room for all would not come below `LONGEST_TAIL`.
     """
     found = {(row["workload"], row["percent"], row["policy"], row["way"]): row for row in rows}
     cells = []
     for workload, percent in dict.fromkeys((row["workload"], row["percent"]) for row in rows):
         rate = {key[2:]: row["hit_rate"] for key, row in found.items() if key[:2] == (workload, percent)}
         gap = rate["optimum", ""] - rate["lru", ""]
-        policies = dict.fromkeys(policy for policy, _ in rate if policy != "optimum")
+        p90 = {key[2:]: row["prefill_p90_s"] for key, row in found.items() if key[:2] == (workload, percent)}
+        shortest = 100 * p90["unlimited", ""] / p90["lru", ""]
+        policies = dict.fromkeys(policy for policy, _ in rate if policy not in BOUNDS)
         cells.append({
             "workload": workload, "percent": percent, "gap": gap,
             "closed": {
@@ -493,6 +526,12 @@ def judge(rows: Sequence[Row]) -> tuple[list[Row], list[Row]]:
             "cost": {
                 policy: max(rate[policy, ""] - rate[policy, way] for way in WRONG if (policy, way) in rate)
                 for policy in policies
+            },
+            "tail": {
+                f"{policy} with hints" if way else policy: 100 * p90[policy, way] / p90["lru", ""]
+                for policy in policies for way in ("", "hints")
+                if (policy, way) in rate and (policy, way) != ("lru", "") and shortest <= LONGEST_TAIL
+                and rate[policy, way] >= rate["lru", ""] - MOST_LOST
             },
         })  # fmt: skip
     goals = []
@@ -507,6 +546,12 @@ def judge(rows: Sequence[Row]) -> tuple[list[Row], list[Row]]:
     for policy in dict.fromkeys(policy for cell in cells for policy in cell["cost"]):
         worst = max(cell["cost"][policy] for cell in cells)
         goals.append(_goal(f"{policy} with wrong hints: what they cost at most", MOST_LOST, "points", worst))
+    for name in dict.fromkeys(name for cell in cells for name in cell["tail"]):
+        tails = [cell["tail"][name] for cell in cells if name in cell["tail"]]
+        for what, value in (("mean", mean(tails)), ("worst", max(tails)), ("best", min(tails))):
+            goals.append(
+                _goal(f"{name}: P90 of first tokens over lru's at equal hits, {what}", LONGEST_TAIL, "%", value)
+            )
     return cells, goals
 
 
@@ -522,10 +567,14 @@ def run(settings: Settings, report: Report) -> None:
     """
     names = [Path(path).name.partition(".")[0] for path in settings.traces]
     report.settings.update(asdict(settings), traces=names)
-    for name in settings.workloads:
-        _measure(settings, report, name, partial(_generated, settings, name), true=True)
+    workloads = [(name, partial(_generated, settings, name), True) for name in settings.workloads]
     for name, path in zip(names, settings.traces, strict=True):
-        _measure(settings, report, name, partial(recorded, path, settings.trace_requests), true=False)
+        workloads.append((name, partial(recorded, path, settings.trace_requests), False))
+    tasks = [(settings, *workload, seed) for workload in workloads for seed in settings.seeds]
+    with ProcessPoolExecutor(mp_context=get_context("spawn")) as pool:
+        found = list(pool.map(_measure, *zip(*tasks, strict=True)))
+    for name, *_ in workloads:
+        report.rows += _averaged_by_cell([rows for (_, of, *_), rows in zip(tasks, found, strict=True) if of == name])
     cells, goals = judge(report.rows)
     report.more |= {"cells": cells, "goals": goals}
     report.tables += [table(report.rows), goals_table(goals)]
@@ -535,15 +584,16 @@ def _generated(settings: Settings, name: str, seed: int) -> list[Job]:
     return list(WORKLOADS[name](random.Random(f"{seed} {name}"), settings.jobs))
 
 
-def _measure(settings: Settings, report: Report, name: str, jobs: Callable[[int], list[Job]], *, true: bool) -> None:
+def _measure(settings: Settings, name: str, jobs: Callable[[int], list[Job]], true: bool, seed: int) -> list[Row]:
+    return list(measure(settings, name, jobs(seed), seed, true=true))
+
+
+def _averaged_by_cell(by_seed: Sequence[Sequence[Row]]) -> list[Row]:
+    """Returns a row for each cell that all seeds have."""
     found: dict[tuple[float, str, str], list[Row]] = {}
-    for seed in settings.seeds:
-        for row in measure(settings, name, jobs(seed), seed, true=true):
-            found.setdefault((row["percent"], row["policy"], row["way"]), []).append(row)
-            report.progress(
-                f"agents: {name} {seed}, {row['percent']:g} %, {row['policy']} {row['way']}: {row['hit_rate']:.2f} %"
-            )
-    report.rows += [averaged(rows) for rows in found.values() if len(rows) == len(settings.seeds)]
+    for row in chain.from_iterable(by_seed):
+        found.setdefault((row["percent"], row["policy"], row["way"]), []).append(row)
+    return [averaged(rows) for rows in found.values() if len(rows) == len(by_seed)]
 
 
 def averaged(rows: Sequence[Row]) -> Row:
@@ -554,12 +604,24 @@ def averaged(rows: Sequence[Row]) -> Row:
     }
 
 
+def quantiles_of(row: Row, name: str) -> str:
+    """Returns the quantiles of "first" or "prefill" in seconds; a dash: the row has none."""
+    names = [f"{name}_{quantile}_s" for quantile in QUANTILES]
+    return " / ".join(f"{row[each]:.3g}" for each in names) if names[0] in row else "–"
+
+
 def table(rows: Sequence[Row]) -> Table:
     """Builds a table of all rows for the terminal."""
-    shown = Table("workload", "%", "policy", "hints", "hits, %", "work saved, %", "job, s", "p95, s", "won", "lost")
+    shown = Table(
+        "workload", "%", "policy", "hints", "hits, %", "work saved, %", "first token p50 / p90 / p99, s", "computed, s",
+        "job, s", "p95, s", "won", "lost",
+    )  # fmt: skip
     for row in rows:
         times = [f"{row[name]:,.1f}" if name in row else "–" for name in ("job_s", "job_p95_s")]
         counts = [f"{row[name]:,}" if name in row else "–" for name in ("won", "lost")]
         rates = [f"{row[name]:.2f}" for name in ("hit_rate", "saved")]
-        shown.add_row(row["workload"], f"{row['percent']:g}", row["policy"], row["way"], *rates, *times, *counts)
+        tails = [quantiles_of(row, name) for name in ("first", "prefill")]
+        shown.add_row(
+            row["workload"], f"{row['percent']:g}", row["policy"], row["way"], *rates, *tails, *times, *counts
+        )
     return shown

@@ -314,10 +314,40 @@ def _agents(records: Records) -> str:
     for (workload, percent), rows in found.items():
         jobs = [f"{rows[name]['job_s']:.0f}" for name in (("lru", ""), ("lru", "hints")) if name in rows]
         ways = ("", "hints", "shuffled", "inverted")
-        cells = [hits(rows, *((policy, way) for way in ways)) for policy in ("lru", "gittins")]
+        cells = [hits(rows, *((policy, way) for way in ways)) for policy in ("lru", "gittins", "tail")]
         lines.append([workload, f"{percent:g}", *cells, hits(rows, ("optimum", "")), " / ".join(jobs)])
     kinds = "no hints / hints / shuffled / inverted"
-    return _table(["workload", "%", f"lru: {kinds}", f"gittins: {kinds}", "optimum", "job, s: lru / hints"], lines)
+    heads = [f"{policy}: {kinds}" for policy in ("lru", "gittins", "tail")]
+    return _table(["workload", "%", *heads, "optimum", "job, s: lru / hints"], lines)
+
+
+def _agents_tails(records: Records) -> str:
+    """Quantiles of the time to the first token, as computed and as measured."""
+    if "agents" not in records:
+        return "Not recorded yet."
+    ways = (("lru", ""), ("tail", ""), ("gittins", ""), ("lru", "hints"), ("tail", "hints"))
+    bounds = (("optimum", ""), ("unlimited", ""))
+    found: dict[tuple[str, float], dict[tuple[str, str], Row]] = {}
+    for row in records["agents"]["rows"]:
+        if "prefill_p90_s" in row:
+            found.setdefault((row["workload"], row["percent"]), {})[row["policy"], row["way"]] = row
+
+    def cell(rows: Mapping[tuple[str, str], Row], way: tuple[str, str], name: str) -> str:
+        if way not in rows:
+            return "–"
+        return " / ".join(f"{rows[way][f'{name}_{quantile}_s']:.3g}" for quantile in ("p50", "p90", "p99"))
+
+    lines = [
+        [
+            workload,
+            f"{percent:g}",
+            *(cell(rows, way, "prefill") for way in (*ways, *bounds)),
+            cell(rows, ways[0], "first"),
+        ]
+        for (workload, percent), rows in found.items()
+    ]
+    names = [f"{policy}, hints" if way else policy for policy, way in (*ways, *bounds)]
+    return _table(["workload", "%", *names, "lru, with its wait"], lines)
 
 
 def _edits(records: Records) -> str:
@@ -702,6 +732,7 @@ TABLES: Mapping[str, Callable[[Records], str]] = {
     "throughput": _throughput,
     "policies": _policies,
     "agents": _agents,
+    "agents tails": _agents_tails,
     "edits": _edits,
     "fleet": _fleet,
     "fleet goals": _fleet_goals,

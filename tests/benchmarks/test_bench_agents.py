@@ -7,6 +7,7 @@ import random
 from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from bench import agents
@@ -55,6 +56,20 @@ def test_a_cell_always_has_the_same_result_and_hits_are_those_of_the_cache() -> 
     slower = agents.serve(SMALL, jobs, max(len(call.whole) for call in calls) + 2, "lru", {})
     assert slower.hit_rate < runs[0].hit_rate and sum(slower.jobs_s) > sum(runs[0].jobs_s)
     assert 0 < runs[0].saved(SMALL) < 100
+    tails, later = runs[0].tails(SMALL), slower.tails(SMALL)
+    assert tails["prefill_p50_s"] <= tails["prefill_p90_s"] <= tails["prefill_p99_s"] < tails["first_p99_s"]
+    assert later["prefill_p90_s"] > tails["prefill_p90_s"] and later["first_p90_s"] > tails["first_p90_s"]
+
+
+def test_a_first_token_is_measured_from_the_arrival_and_computed_alone() -> None:
+    call = agents.Call((1, 2, 3, 4), 3)
+    served = agents.serve(SMALL, [agents.Job(5.0, [[call]]), agents.Job(5.0, [[call]])], 100, "lru", {})
+    alone, step = SMALL.seconds(0, 4), SMALL.decode_s
+    tails = served.tails(SMALL)
+    assert [hit for _, hit in served.calls] == [0, 3]  # the second waits for what the first computes
+    assert min(served.first_s) == pytest.approx(alone + step)
+    assert max(served.first_s) > min(served.first_s)
+    assert tails["prefill_p99_s"] == pytest.approx(float(np.quantile([alone, SMALL.seconds(3, 4)], 0.99)))
 
 
 def test_wrong_hints_are_those_of_others_or_the_reverse() -> None:
@@ -83,12 +98,23 @@ def test_the_goals_are_judged_by_the_cells() -> None:
         ("lru", "inverted"): 49.5,
         ("optimum", ""): 60.0,
     }
-    rows = [{**cell, "policy": policy, "way": way, "hit_rate": rate} for (policy, way), rate in rates.items()]
+    rates |= {("unlimited", ""): 61.0, ("tail", ""): 49.8, ("mru", ""): 49.6}
+    rates |= {("tail", "shuffled"): 49.8, ("mru", "shuffled"): 49.6}
+    tails = {("lru", "hints"): 0.3, ("tail", ""): 0.2, ("mru", ""): 0.1, ("unlimited", ""): 0.1}
+    rows = [
+        {**cell, "policy": policy, "way": way, "hit_rate": rate, "prefill_p90_s": tails.get((policy, way), 0.4)}
+        for (policy, way), rate in rates.items()
+    ]
     (judged,), goals = agents.judge(rows)
-    assert judged["closed"] == {"lru": pytest.approx(70)} and judged["cost"] == {"lru": pytest.approx(0.5)}
-    assert [(goal["measured"], goal["met"]) for goal in goals] == [
+    assert judged["closed"] == {"lru": pytest.approx(70)} and judged["cost"]["lru"] == pytest.approx(0.5)
+    assert [(goal["measured"], goal["met"]) for goal in goals[:3]] == [
         (pytest.approx(30), True), (pytest.approx(30), True), (pytest.approx(0.5), False),
     ]  # fmt: skip
+    # mru has the shortest tail and too few hits.
+    assert judged["tail"] == {"lru with hints": pytest.approx(75), "tail": pytest.approx(50)}
+    assert [goal["measured"] for goal in goals[5:]] == [pytest.approx(75)] * 3 + [pytest.approx(50)] * 3
+    short = [row | ({"prefill_p90_s": 0.31} if row["policy"] == "unlimited" else {}) for row in rows]
+    assert agents.judge(short)[0][0]["tail"] == {}, "no policy can do it there"
 
 
 def test_a_run_writes_its_rows_and_goals(tmp_path: Path) -> None:
@@ -96,7 +122,8 @@ def test_a_run_writes_its_rows_and_goals(tmp_path: Path) -> None:
     agents.run(replace(SMALL, workloads=("workflow",), policies=("lru",)), report)
     record = json.loads(report.write(tmp_path).read_text())
     ways = [(row["policy"], row["way"]) for row in record["rows"]]
-    assert ways == [("lru", ""), ("lru", "hints"), ("lru", "shuffled"), ("lru", "inverted"), ("optimum", "")]
+    bounds = [("optimum", ""), ("unlimited", "")]
+    assert ways == [("lru", ""), ("lru", "hints"), ("lru", "shuffled"), ("lru", "inverted"), *bounds]
     assert {goal["unit"] for goal in record["goals"]} <= {"%", "points"} and report.tables
 
 
