@@ -71,6 +71,7 @@ _SOURCES = {
     "slru": "Karedy, Love and Wherry, Computer 1994",
     "arc": "Megiddo and Modha, FAST 2003",
     "gittins": "docs/research/learned-policy.md; the index: Gittins, J. R. Stat. Soc. B, 1979",
+    "tail": "after Zhang et al., Tail-Optimized LRU, arXiv 2510.15152, 2025",
 }
 BUILT_IN = {name: BuiltIn(name, _SOURCES.get(name, "")) for name in _core.policies()}
 """The built-in policies by name."""

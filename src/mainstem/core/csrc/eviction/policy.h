@@ -6,6 +6,7 @@
 
 #include "eviction/policies/arc.h"
 #include "eviction/policies/gittins.h"
+#include "eviction/policies/tail.h"
 
 namespace mainstem {
 
@@ -41,6 +42,7 @@ inline constexpr Policy kPolicies[] = {
     {"priority", [](const Node& n, auto used, auto) { return Rank{static_cast<double>(n.priority), number(used)}; }, true},
     {"arc",      by_recency, false, make<Arc>},
     {"gittins",  by_recency, false, make<Gittins>},
+    {"tail",     by_recency, false, make<TailAware>},
     {"external", nullptr},
 };
 // clang-format on
