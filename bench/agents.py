@@ -572,7 +572,10 @@ def run(settings: Settings, report: Report) -> None:
         workloads.append((name, partial(recorded, path, settings.trace_requests), False))
     tasks = [(settings, *workload, seed) for workload in workloads for seed in settings.seeds]
     with ProcessPoolExecutor(mp_context=get_context("spawn")) as pool:
-        found = list(pool.map(_measure, *zip(*tasks, strict=True)))
+        found = []
+        for task, rows in zip(tasks, pool.map(_measure, *zip(*tasks, strict=True)), strict=True):
+            found.append(rows)
+            report.progress(f"agents: {task[1]} {task[-1]}, {len(rows)} rows")
     for name, *_ in workloads:
         report.rows += _averaged_by_cell([rows for (_, of, *_), rows in zip(tasks, found, strict=True) if of == name])
     cells, goals = judge(report.rows)

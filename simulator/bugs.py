@@ -905,6 +905,7 @@ _OWNERS = _CORE + "residency/owners.h"
 _SPANS, _LINEAR = _CORE + "kernels/spans.h", _CORE + "kernels/linear.cpp"
 _ROWS_OF_PAGES = "tests/runtime/attention/test_page_attention.py::"
 _LEASES, _GITTINS = "tests/cache/test_lease_components.py::", "tests/cache/policies/test_policies_gittins.py::"
+_TAIL = "tests/cache/policies/test_policies_tail.py::"
 NATIVE: tuple[Mutant, ...] = (
     _mutant(
         "a split leaves the host's pages with the lower half", "sglang#36696", _CORE + "residency/residency.cpp",
@@ -1130,6 +1131,18 @@ NATIVE: tuple[Mutant, ...] = (
         "nothing is known of what was evicted", "-", POLICIES + "gittins.h",
         "      evicted_.add(entry, limit);\n", "",
         _GITTINS + "test_it_is_never_far_below_lru",
+    ),
+    # ---------------------------------------------------------------- the policy that cuts ends
+    _mutant(
+        "a session that is found whole would have lost nothing", "-", POLICIES + "tail.h",
+        "    if (rest.empty()) returned_ += at_leaf;\n", "",
+        _TAIL + "test_it_is_never_far_below_lru",
+    ),
+    _mutant(
+        "the beginning of a session goes with its end", "-", POLICIES + "tail.h",
+        "return endings_.contains(victim) ? ending_pages() - lost(victim) : Remembering::at_once(victim);",
+        "return Remembering::at_once(victim);",
+        _TAIL + "test_of_sessions_in_turns_each_loses_its_end_where_lru_loses_all",
     ),
     # ---------------------------------------------------------------- events
     _mutant(

@@ -1443,7 +1443,7 @@ void long_lives() {
 
 // Evicting from one tier piece by piece leaves few nodes on the other.
 void evicted_in_pieces() {
-  for (const char* const policy : {"lru", "arc", "gittins"}) {
+  for (const char* const policy : {"lru", "arc", "gittins", "tail"}) {
     Tree tree(4, 1, kFull, 2, policy, 1);
     std::string key;
     for (std::uint32_t page = 0; page < 200; ++page)

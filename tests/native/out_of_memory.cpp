@@ -952,7 +952,7 @@ void run() {
       {"full and state", {{Kind::full}, {Kind::state}}},
   };
   for (const auto& [kind, rows] : kinds) {
-    for (const char* const each : {"arc", "gittins", "lru"})
+    for (const char* const each : {"arc", "gittins", "lru", "tail"})
       for (const Operation& operation : kOperations) {
         policy = each;
         const Contents before = prepared(operation, rows);

@@ -22,9 +22,9 @@ from mainstem.runtime.request import Request
 from mainstem.settings.engine import SamplingParams
 
 PAGE = 1
-RANKED = ["lru", "priority", "fifo", "gittins"]
+RANKED = ["lru", "priority", "fifo", "gittins", "tail"]
 EVERY = [*BUILT_IN, "slru:4"]
-STEADY = ["lru", "fifo", "priority", "arc", "gittins"]
+STEADY = ["lru", "fifo", "priority", "arc", "gittins", "tail"]
 
 
 def session(number: int, length: int = 4) -> list[int]:

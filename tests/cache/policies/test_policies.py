@@ -20,7 +20,7 @@ from mainstem.cache.prefix_cache import PrefixCache
 from mainstem.cache.tree import Tree
 from mainstem.errors import BadArgument
 
-REMEMBERING = ("arc", "gittins")
+REMEMBERING = ("arc", "gittins", "tail")
 
 
 class Ranked:
@@ -432,6 +432,7 @@ def sessions(count: int) -> list[list[int]]:
 RECORDED = {
     "arc": (17030, 22829),
     "gittins": (17587, 23600),
+    "tail": (14311, 22936),
 }
 
 
