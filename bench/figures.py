@@ -332,6 +332,9 @@ def _agents_tails(records: Records) -> str:
         if "prefill_p90_s" in row:
             found.setdefault((row["workload"], row["percent"]), {})[row["policy"], row["way"]] = row
 
+    if not found:
+        return "Not recorded yet."
+
     def cell(rows: Mapping[tuple[str, str], Row], way: tuple[str, str], name: str) -> str:
         if way not in rows:
             return "–"
