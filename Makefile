@@ -14,6 +14,8 @@ DIST := .venv-dist
 FUZZ := .venv-fuzz
 DOCS := .venv-docs
 CORE := $(wildcard src/mainstem/core/csrc/*/*.* src/mainstem/core/csrc/*/*/*.*)
+# Many tests wait for processes and threads of their own.
+WORKERS := $(shell expr $$(getconf _NPROCESSORS_ONLN) + 1)
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 export TOKENIZERS_PARALLELISM := false
 
@@ -110,7 +112,7 @@ test: $(VENV)/dev
 	@$(MAKE) --no-print-directory --jobs=2 lint quick
 
 quick: $(VENV)/dev
-	$(BIN)/pytest --numprocesses auto --dist worksteal -m "not slow" $(ARGS)
+	$(BIN)/pytest --numprocesses $(WORKERS) --dist worksteal -m "not slow" $(ARGS)
 
 test-slow: $(VENV)/dev
 	$(BIN)/pytest --numprocesses auto --dist worksteal -m slow $(ARGS)

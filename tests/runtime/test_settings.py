@@ -236,6 +236,7 @@ Grammar.text = '': a string
 SamplingParams.ignore_eos = False: True or False
 SamplingParams.logprobs = None: an integer from 0 to 20
 SamplingParams.prompt_logprobs = None: an integer from 0 to 20
+SamplingParams.logprob_start = 0: an integer from 0 to 2147483647
 SamplingParams.embedding = False: True or False
 SamplingParams.min_tokens = 0: an integer from 0 to 2147483647
 SamplingParams.stop_token_ids = (): token ids

@@ -128,7 +128,9 @@ def test_nobody_keeps_more_than_its_maximum(policy: Any) -> None:
         fill(cache, C, 1000 * at, 3)
         assert held(cache, A) <= 8 and held(cache, B) <= 16
         cache.check()
-    assert (held(cache, A), held(cache, B)) == (8, 16) or policy in TO_THE_OLD
+    kept = held(cache, A), held(cache, B), held(cache, C)
+    assert sum(kept) == 32, "what one may not have, others may"
+    assert kept[:2] == (8, 16) or policy in TO_THE_OLD or (policy == "tail" and min(kept) >= 7)  # it cuts all alike
 
 
 def test_a_request_in_use_may_exceed_the_maximum_until_it_ends() -> None:

@@ -263,7 +263,7 @@ def model() -> Any:
 @pytest.fixture
 def serving(model: Any, one_thread: None) -> Iterator[tuple[TestClient, Engine, Clock]]:
     clock = Clock()
-    with Engine(model, EngineConfig(pages=600, page_size=4), clock=clock) as engine:
+    with Engine(model, EngineConfig(pages=600, page_size=4, anchor_share=0.0), clock=clock) as engine:
         yield TestClient(create_app(engine, ServerConfig(api_key=("k", "l")))), engine, clock
 
 

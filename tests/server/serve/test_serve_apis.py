@@ -264,7 +264,8 @@ def test_every_answer_is_the_same_in_a_stream_and_comes_back(
         assert (streamed.thought, streamed.ended) == (whole.thought, whole.ended)
         if api.path != "/v1/messages" or whole.ended != "length":
             assert streamed.text == whole.text
-            assert [each for each in streamed.calls if each in whole.calls] == whole.calls
+            came = iter(streamed.calls)  # a stream also has calls whose arguments turned out to be wrong
+            assert all(each in came for each in whole.calls)
         if whole.ended == "calls":
             assert all(isinstance(json.loads(arguments), dict) for _, arguments in whole.calls)
             assert streamed.calls == whole.calls
