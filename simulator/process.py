@@ -310,7 +310,8 @@ class Process:
         stats = self.cache.stats()
         private = sum(pool.private for pool in stats.pools.values())
         require(stats.leases.open == 0 and private == 0, "a page or lease is held after the end", stats)
-        require(not any(pool.locked for pool in stats.pools.values()), "a page is locked after the end", stats)
+        locked = {name: pool.locked for name, pool in stats.pools.items()}
+        require(locked == stats.retention.device, "a page is locked after the end", stats)  # what anchors keep is
         self.cache.flush()
         for pool in (*self.pools(_DEVICE), *self.pools(_HOST)):
             require(pool.free == pool.total, "a page is lost", pool.free, pool.cached, pool.private, pool.total)
