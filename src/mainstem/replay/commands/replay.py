@@ -295,7 +295,7 @@ def _cells(trace: Trace, row: Row, best: int | None) -> Iterator[tuple[str, str]
         yield "of opt", f"{row.block_hits / best:.1%}" if best else ""
     if row.prefill_flops is not None and row.saved_flops is not None:
         yield "FLOPs saved", f"{row.saved_flops / max(1.0, row.prefill_flops):.2%}"
-    yield "first token p50 / p90 / p99", _first_token(row)
+    yield "ttft p50/p90/p99", _first_token(row)
     yield "evicted", f"{row.evicted_blocks:,}"
     if row.ttl_s is not None:
         yield "expired", f"{row.tiers[0].expired_blocks:,}"
@@ -304,10 +304,9 @@ def _cells(trace: Trace, row: Row, best: int | None) -> Iterator[tuple[str, str]
 
 
 def _first_token(row: Row) -> str:
-    """Returns the quantiles of the time to the first token in words."""
-    from mainstem.units import show_seconds
-
-    return " / ".join(map(show_seconds, (row.ttft_p50_s, row.ttft_p90_s, row.ttft_p99_s)))
+    """Returns the quantiles of the time to the first token, two digits of each."""
+    quantiles = row.ttft_p50_s, row.ttft_p90_s, row.ttft_p99_s
+    return "/".join(f"{seconds:.2g}" if seconds < 99.5 else f"{seconds:,.0f}" for seconds in quantiles) + " s"
 
 
 def _tier_cells(row: Row, tier: TierRow) -> Iterator[tuple[str, str]]:
