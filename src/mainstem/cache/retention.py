@@ -84,7 +84,7 @@ class _Terms:
 class _Entry:
     """One retained prefix: its end, who asked, where it is locked, until when, and what a hit adds to that.
 
-    `worth`: infinite if somebody has asked for it.
+    `worth`: infinite if somebody has asked for it, and `share` is 1 then.
     """
 
     node: int
@@ -95,6 +95,7 @@ class _Entry:
     pinned: bool = False
     renew_s: float = 0.0
     worth: float = math.inf
+    share: float = 1.0
 
 
 class Retention:
@@ -178,7 +179,8 @@ class Retention:
 
         Args:
             until, renew_s: as for `retain`.
-            share: the part of each pool up to which its owner may retain anything in this way.
+            share: the part of each pool up to which anything is retained in this way, with all that is retained there;
+                and of what its owner may have.
             worth: where not all of it fits, what its owner has of this kind and is worth less by more than 1 ends, the
                 least first. Closer ones would take each other's place in turn.
 
@@ -287,9 +289,9 @@ class Retention:
             while above and self._core.removed(above):
                 above = self._core.parent(above)
             self._end(entry)
-            kept = self._lock_node(above, entry.owner, entry.tier) if above else None
+            kept = self._lock_node(above, entry.owner, entry.tier, entry.share) if above else None
             if kept is not None:
-                self._enter(kept, _Terms(entry.until, entry.renew_s, entry.pinned, entry.worth))
+                self._enter(kept, _Terms(entry.until, entry.renew_s, entry.pinned, entry.worth, entry.share))
 
     def clear(self) -> None:
         """Ends all; what exceeds a maximum then is left to the caller."""
@@ -357,6 +359,7 @@ class Retention:
             "an entry is found by its node": all(self._entries[entry.node] is entry for entry in entries),
             "pins are counted": self._pinned == sum(entry.pinned for entry in entries),
             "what a hit renews is counted": self._renewed == sum(entry.renew_s > 0 for entry in entries),
+            "what nobody has asked for is within its share": not self._is_beyond(),
             "what gives way is known": {*self._spare} == {entry for entry in entries if entry.worth < math.inf},
             "pages of what gives way are counted": self._spare_pages == sum(entry.pages for entry in self._spare),
             "what gives way is not pinned": not any(entry.pinned for entry in self._spare),
@@ -377,7 +380,7 @@ class Retention:
         owner, cached = owner_of(name), device + host
         entry = self._lock(name, key, owner, terms.share) if cached else None
         while cached > (0 if entry is None else entry.pages * self._tree.page_size):
-            least = self._least(owner, terms.worth)
+            least = self._least(owner, terms)
             if least is None:
                 break
             self._given_way += 1
@@ -391,18 +394,19 @@ class Retention:
         self._settle()  # it may be kept on the host now, and was on the device
         return Kept(entry.pages * self._tree.page_size, cached)
 
-    def _least(self, owner: bytes, worth: float) -> _Entry | None:
-        """Returns what gives way next to something of this worth; None: nothing does.
+    def _least(self, owner: bytes, terms: _Terms) -> _Entry | None:
+        """Returns what gives way next to something on these terms; None: nothing does.
 
         What its owner has comes first. What others have gives way only where somebody asks for it, and they, not its
         owner's own bound, are in the way.
         """
-        crowded = worth == math.inf and any(
-            room < self._limit(self._quotas.of(owner), tier, row, 1.0) - held
+        crowded = terms.worth == math.inf and any(
+            room < self._limit(self._quotas.of(owner), tier, row, terms.share) - held
             for tier, holds in enumerate(self._held.get(owner, [[0] * len(sums) for sums in self._sum]))
-            for row, (room, held) in enumerate(zip(self._room(owner, tier, 1.0), holds, strict=True))
+            for row, (room, held) in enumerate(zip(self._room(owner, tier, terms.share), holds, strict=True))
         )
-        mine = [entry for entry in self._spare if worth - entry.worth > _MARGIN and (entry.owner == owner or crowded)]
+        less = [entry for entry in self._spare if terms.worth - entry.worth > _MARGIN]
+        mine = [entry for entry in less if entry.owner == owner or crowded]
         return min(mine, key=lambda entry: (entry.owner != owner, entry.worth, entry.node), default=None)
 
     def _lock(self, name: bytes, key: bytes, owner: bytes, share: float) -> _Entry | None:
@@ -418,20 +422,21 @@ class Retention:
                 self._drop(kept)
         return best
 
-    def _lock_node(self, node: int, owner: bytes, tier: int) -> _Entry | None:
-        return self._take(self._core.retain_node(node, tier, self._room(owner, tier, 1.0)), owner, tier)
+    def _lock_node(self, node: int, owner: bytes, tier: int, share: float) -> _Entry | None:
+        return self._take(self._core.retain_node(node, tier, self._room(owner, tier, share)), owner, tier)
 
     def _room(self, owner: bytes, tier: int, share: float) -> list[int]:
         """Returns how many ids of each component an owner may keep beside those that it keeps, up to a share of all.
 
-        The guarantees that other owners have not used are left to them.
+        The guarantees that other owners have not used are left to them. A share below 1 is of all owners together, too.
         """
         quota, room = self._quotas.of(owner), []
         held = self._held[owner][tier] if owner in self._held else [0] * len(self._sum[tier])
         for row, total in enumerate(self._totals[tier]):
             guaranteed = quota.tiers[tier].of(total)[0]
             shared = self._most[tier][row] - self._guaranteed[tier][row] - self._beyond[tier][row]
-            left = min(self._most[tier][row] - self._sum[tier][row], max(0, shared) + max(0, guaranteed - held[row]))
+            most = min(self._most[tier][row], int(total * share))
+            left = min(most - self._sum[tier][row], max(0, shared) + max(0, guaranteed - held[row]))
             room.append(max(0, min(left, self._limit(quota, tier, row, share) - held[row])))
         return room
 
@@ -478,6 +483,7 @@ class Retention:
         if old is not None:
             self._end(old)
         entry.until, entry.renew_s, entry.pinned, entry.worth = until, renew_s, pinned, worth
+        entry.share = terms.share if worth < math.inf else 1.0
         self._entries[entry.node] = entry
         if worth < math.inf:
             self._spare[entry] = None
@@ -498,6 +504,17 @@ class Retention:
         self._pinned -= entry.pinned
         self._renewed -= entry.renew_s > 0
         self._drop(entry)
+        while self._is_beyond():  # what ended was a part of the same prefix, and held more than the share
+            self._given_way += 1
+            self._end(min(self._spare, key=lambda each: (each.worth, each.node)))
+
+    def _is_beyond(self) -> bool:
+        """Whether all that is left is what nobody has asked for, and more than its share."""
+        if not self._spare or len(self._spare) < len(self._entries):
+            return False
+        share = max(entry.share for entry in self._spare)
+        most = ([int(total * share) for total in totals] for totals in self._totals)
+        return not all(map(_within, self._sum, most))
 
     def _queue(self, entry: _Entry) -> None:
         if entry.until == -math.inf:
@@ -509,7 +526,7 @@ class Retention:
 
     def _move_down(self, entry: _Entry) -> None:
         """Locks an entry on the host instead, if that has all of it and the bounds allow it."""
-        below = self._lock_node(entry.node, entry.owner, HOST)
+        below = self._lock_node(entry.node, entry.owner, HOST, entry.share)
         if below is None:
             return
         self._drop(entry)

@@ -321,13 +321,34 @@ def test_what_is_worth_less_gives_way_and_what_is_worth_more_stays() -> None:
     assert cache.retention.stats().spare == cache.retention.stats().spare_pages == 0
 
 
-def test_a_share_counts_what_is_asked_for_too_and_no_other_owner() -> None:
-    cache = PrefixCache(40, 2)
+def test_a_share_is_of_all_owners_together_and_of_what_is_asked_for_too() -> None:
+    cache = PrefixCache(40, 2)  # 8 pages
     prefill(cache, P, A).finish()
     cache.retention.pin(P, A)
-    assert keep(cache, 100, 6, 1.0) == 4
-    assert keep(cache, 100, 6, 1.0, B) == 6
+    assert keep(cache, 100, 3, 1.0) == 3
+    assert keep(cache, 100, 6, 1.0, B) == 1
+    assert keep(cache, 300, 6, 9.0, Namespace(salt="c")) == 0  # what others keep does not give way to it
     assert keep(cache, 200, 6, 9.0, share=0.0) == 0
+
+
+def test_one_s_own_gives_way_before_what_others_keep() -> None:
+    cache = PrefixCache(40, 2, retain_share=0.5, reserve={"full": 30})  # 10 of all
+    assert keep(cache, 0, 4, 1.0, B, 0.5) == keep(cache, 100, 4, 2.0, A, 0.5) == 4
+    prompt = list(range(200, 212))
+    prefill(cache, prompt, A).finish()
+    assert cache.retention.retain(prompt, 5.0, A).positions == 12
+    assert cached(cache, list(range(8)), B) == 8 and cache.retention.stats().spare == 1
+
+
+def test_what_was_a_part_of_something_asked_for_is_bounded_when_that_ends() -> None:
+    cache = PrefixCache(40, 2)  # 8 pages
+    prompt = list(range(20))
+    prefill(cache, prompt, A).finish()
+    cache.retention.retain(prompt, 5.0, A)
+    assert cache.retention.keep(prompt[:18], 10.0, A, renew_s=1.0, share=0.2, worth=1.0).positions == 18
+    cache.retention.poll(5.0)
+    cache.check()
+    assert cache.retention.stats().spare == 0 and cache.retention.stats().given_way == 1
 
 
 def test_what_is_kept_and_then_asked_for_has_the_time_that_was_asked_for() -> None:

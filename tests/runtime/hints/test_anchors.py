@@ -201,6 +201,26 @@ def test_one_that_was_evicted_is_kept_again_by_the_first_session_that_comes() ->
     assert bench.cached(front(6)) == 6
 
 
+@pytest.mark.parametrize("session", [None, "s"])
+def test_an_answer_that_goes_on_elsewhere_is_counted_by_its_prompt(session: str | None) -> None:
+    bench, other, prompt = Forks(), Forks(), front(4)
+    id = other.one(prompt, max_tokens=4 * PAGE)
+    said = [token for delta in other.deltas[id] for token in delta.tokens]
+    bench.ask([*prompt, *said], session)
+    for _ in range(2):
+        bench.ask(prompt, session, said=said, max_tokens=len(said) + 3)
+        bench.scheduler.check()
+
+
+@pytest.mark.parametrize("owners", [2, 12])
+def test_all_owners_together_have_the_share(owners: int) -> None:
+    bench = Forks(pages=128, share=0.125)
+    for number in range(owners):
+        bench.share(front(6), namespace=f"salt {number}")
+    assert sum(bench.cache.stats().retention.device.values()) <= 16
+    assert bench.kept >= 2
+
+
 def test_a_flood_of_partings_takes_no_more_than_the_share_and_nothing_from_others() -> None:
     bench = Forks(pages=128, share=0.125)
     bench.share(front(8), namespace="a")
