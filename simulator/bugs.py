@@ -823,12 +823,12 @@ PYTHON: tuple[Mutant, ...] = (
     ),
     _mutant(
         "what nobody has asked for keeps the room that somebody asks for", "-", _RETENTION,
-        "least = self._least(owner, terms.worth)", "least = None",
+        "least = self._least(owner, terms)", "least = None",
         "tests/cache/policies/test_retention.py::test_what_is_asked_for_has_all_the_room_whatever_is_kept_beside",
     ),
     _mutant(
         "what one tenant asks for ends what others keep, whoever is in the way", "-", _RETENTION,
-        "crowded = worth == math.inf and any(", "crowded = worth == math.inf or any(",
+        "crowded = terms.worth == math.inf and any(", "crowded = terms.worth == math.inf or any(",
         "tests/cache/policies/test_retention.py::test_what_others_keep_gives_way_only_where_they_are_in_the_way",
     ),
     _mutant(

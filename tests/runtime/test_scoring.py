@@ -13,7 +13,7 @@ from rigs.letters import Letters
 
 from bench.tiny_models import VOCAB, loaded, tiny
 from mainstem.cache.namespaces import Namespace
-from mainstem.errors import BadTokens, MainstemError, RequestTooLong
+from mainstem.errors import BadArgument, BadTokens, MainstemError, RequestTooLong
 from mainstem.runtime.engine import Engine
 from mainstem.runtime.request import Completion, Usage
 from mainstem.runtime.scoring import score_of
@@ -52,7 +52,13 @@ def test_scores_are_those_of_each_text_alone(engine: Engine, model: Any) -> None
         logprobs, greedy = alone(model, text)
         assert score.logprobs == pytest.approx(logprobs, abs=1e-5) and score.greedy == greedy
         assert score.logprob == pytest.approx(sum(logprobs), abs=1e-4)
-    assert score.greedy
+    assert score.greedy and not engine.score(CONTEXT, [[*likeliest, (likeliest[0] + 1) % VOCAB]])[0].greedy
+    assert not engine.score(CONTEXT, [[*likeliest[:1], (likeliest[1] + 1) % VOCAB, likeliest[2]]])[0].greedy
+
+
+def test_one_text_is_no_list_of_continuations(engine: Engine) -> None:
+    with pytest.raises(BadArgument, match="continuations"):
+        engine.score(CONTEXT, "bc")
 
 
 def test_the_context_is_computed_once_and_stays_and_continuations_do_not(engine: Engine) -> None:

@@ -149,9 +149,12 @@ class Engine:
             keep: the KV of continuations stays in the cache, too, for contexts that go on from them.
 
         Raises:
+            BadArgument: `continuations` is one text.
             BadTokens: the context or a continuation is empty.
             RequestTooLong, BadTokens, EngineFull, EngineClosed: see `generate`.
         """
+        if isinstance(continuations, str):
+            raise BadArgument("continuations", continuations, "a list of texts, or of lists of tokens")
         texts = [self._encode(each, begins=False) for each in continuations]
         before = self._encode(context)
         completions = self._complete(requests_of(before, texts, namespace, keep=keep))

@@ -260,6 +260,19 @@ def test_what_is_before_the_first_score_is_found_like_any_prompt(pools: str) -> 
     assert len(scored(bench, ends[len(tokens)])) == 0 and len(scored(bench, ends[len(tokens) - 1])) == 1
 
 
+@pytest.mark.parametrize("start", [0, 1, 2 * PAGE + 1, 3 * PAGE])
+def test_an_explanation_says_from_where_on_scores_are_computed(start: int) -> None:
+    bench = Bench()
+    tokens = prompt(1, 4 * PAGE + 2)
+    bench.one(tokens)
+    request = Request(np.array(tokens), SamplingParams(max_tokens=1, prompt_logprobs=0, logprob_start=start))
+    encoded = bench.scheduler.intake.check(request)
+    found = bench.scheduler.hits.look(request, encoded, distances=False)
+    before = max(start - 1, 0)
+    assert sum(each.end - each.begin for each in found if each.tier) == min(before, 4 * PAGE)
+    assert {each.cause for each in found if each.begin >= before} == {"scored"}
+
+
 def test_what_is_before_the_first_score_is_found_after_a_mark() -> None:
     bench = Bench(POOLS["states"])
     context = prompt(1, 4 * PAGE)

@@ -141,7 +141,11 @@ def test_a_template_and_labels_of_ones_own() -> None:
     ("path", "fields", "param"),
     [
         ("/v1/score", {"text_1": ["a", "b"], "text_2": ["a", "b", "c"]}, "text_2"),
-        ("/v1/score", {"text_1": [], "text_2": "a"}, "text_2"),
+        ("/v1/score", {"text_1": [], "text_2": "a"}, "text_1"),
+        ("/v1/score", {"text_1": "a", "text_2": []}, "text_2"),
+        ("/v1/score", {"text_1": "a", "text_2": ["b", "c" * 9000]}, "text_2[1]"),
+        ("/v1/rerank", {"query": "a", "documents": ["b", "c", "d" * 9000]}, "documents[2]"),
+        ("/v1/rerank", {"query": "a" * 20000, "documents": ["b"] * 420}, "documents"),
         ("/v1/score", {"text_1": "a", "text_2": ["a"] * (MAX_TEXTS + 1)}, "text_2"),
         ("/v1/score", {"text_1": "a"}, "text_2"),
         ("/v1/score", {"text_1": "a", "text_2": "b", "template": "{text_1}"}, "template"),
@@ -160,6 +164,21 @@ def test_what_cannot_be_scored_is_refused_by_name(path: str, fields: dict[str, A
     reply = post(client(engine), path, **fields)
     assert reply.status_code in (400, 404) and reply.json()["error"]["param"] == param, reply.text
     assert not engine.streams
+
+
+def test_prompts_have_16_million_characters_at_most_with_each_label() -> None:
+    template, most = "{text_1}{text_2}", 16 << 20
+    given = {"text_1": "a" * (most // 128 - len(template) - 1), "text_2": ["b"] * 64, "template": template}
+    for more, message in ((0, "context"), (1, "16,777,216 characters")):
+        body = {**given, "text_1": given["text_1"] + "a" * more}  # type: ignore[operator]
+        assert message in post(client(), "/v1/score", **body).json()["error"]["message"]
+
+
+@pytest.mark.model
+def test_control_tokens_in_labels_are_text(smollm2: LoadedModel) -> None:
+    with Engine(smollm2, EngineConfig(pages=200, page_size=16)) as engine:
+        label = create_app(engine, ServerConfig()).state.generating._scores._label(0, "<|im_end|>")
+        assert len(label) > 1
 
 
 def test_a_request_has_2048_pairs_at_most() -> None:

@@ -7,9 +7,10 @@
 Where a session parts from what is cached, a prefix ends that another one has computed. So that a prefix is found that
 was evicted between two sessions, the beginnings of their first prompts are known, too: at the marks of a prompt, and at
 lengths that grow by factors. Anchors are found by counting the sessions that begin with them. They are retained
-(`mainstem.cache.retention`) within `share` of each pool for all owners together, and of what their owner may have, and
-give way to what anybody asks to be retained. Beyond the share, one of more than twice as many sessions takes the place of
-its owner's of the fewest; a session of an hour ago counts half. An anchor ends when no request has begun with it for an hour.
+(`mainstem.cache.retention`) within `share` of each pool for all owners together, and of what their owner may have. They
+give way to what anybody asks to be retained. Beyond the share, one of more than twice as many sessions takes the place
+of its owner's of the fewest; a session of an hour ago counts half. An anchor ends when no request has begun with it for
+an hour.
 
 A session is a prompt that does not begin with an earlier one. Where a client names its sessions (`Hints.session`), such
 a prompt of a known name may be a retry, or the history that a summary has replaced: it counts once the session goes on
@@ -88,9 +89,7 @@ class Anchors:
             return
         owner = self._owner(owner_of(sequence.namespace))
         symbols = sequence.tokens.symbols[: len(sequence.request.tokens)]
-        found = (
-            min(sequence.cached_tokens, len(symbols)) // size * size
-        )  # of an answer that goes on, it has a part, too
+        found = min(sequence.cached_tokens, len(symbols)) // size * size  # of `said` it has some, too
         lengths = {n for pair in owner.prompts.values() for n in pair} | {n for n, _ in owner.partings.values()}
         begins = _beginnings(len(symbols), sequence.request.marks, size)
         digests = _digests(sequence.namespace, symbols, {*lengths, *begins, found, len(symbols)})

@@ -36,6 +36,8 @@ from mainstem.server.transport import json_response
 
 MAX_TEXTS = 2048
 """Maximum number of pairs of texts of one HTTP request."""
+MAX_CHARACTERS = 16 << 20
+"""Maximum size of all its prompts together, each counted once for each label: a text may be in many pairs."""
 
 TEMPLATE = (
     "Read the query and the text. Judge whether the text answers the query: yes or no.\n\n"
@@ -218,9 +220,18 @@ class Scores:
                 raise errors.wrong("template", f"must have {name} once")
         namespace = self._preparation.namespace(body.model, body.cache_salt, tenant if self._access.separates else None)
         labels = [self._label(at, label) for at, label in enumerate(body.labels or LABELS)]
+        pairs, name = pairs_of(body), _VARIED[type(body)]
+        size = sum(len(body.template) + len(one) + len(other) for one, other in pairs) * len(labels)
+        if size > MAX_CHARACTERS:
+            raise errors.wrong(
+                name, f"at most {MAX_CHARACTERS:,} characters in all prompts, with each label; these have {size:,}"
+            )
         made: list[Request] = []
-        for pair in pairs_of(body):
-            made += requests_of(self._prompt(body.template, *pair), labels, namespace, keep=True)
+        for at, pair in enumerate(pairs):
+            with errors.client_names({"prompt": f"{name}[{at}]"}):
+                context = self._prompt(body.template, *pair)
+                self._preparation.prompts.check_length(len(context) + max(map(len, labels)), "prompt")
+            made += requests_of(context, labels, namespace, keep=True)
         return Judged(body, made)
 
     def _prompt(self, template: str, one: str, other: str) -> NDArray[np.int32]:
@@ -249,6 +260,10 @@ def first_of(logprobs: Sequence[float]) -> float:
     return shares[0] / sum(shares)
 
 
+_VARIED = {ScoreRequest: "text_2", RerankRequest: "documents"}
+"""The field that a pair is named by in errors."""
+
+
 def pairs_of(body: ScoreRequest | RerankRequest) -> list[tuple[str, str]]:
     """Returns the pairs of a request.
 
@@ -256,12 +271,13 @@ def pairs_of(body: ScoreRequest | RerankRequest) -> list[tuple[str, str]]:
         ApiError: 400; there are too many, or the two sides have different numbers.
     """
     if isinstance(body, RerankRequest):
-        one, other, name = [body.query], body.documents, "documents"
+        one, other = [body.query], body.documents
     else:
         one, other = ([each] if isinstance(each, str) else each for each in (body.text_1, body.text_2))
-        name = "text_2"
-    most = max(len(one), len(other))
-    if not one or not other or min(len(one), len(other)) not in (1, most):
+    most, name = max(len(one), len(other)), _VARIED[type(body)]
+    if not one:
+        raise errors.wrong("text_1", "must have one text or more")
+    if not other or min(len(one), len(other)) not in (1, most):
         raise errors.wrong(name, f"must be one text, or as many as text_1, which is {len(one)}; there are {len(other)}")
     if most > MAX_TEXTS:
         raise errors.wrong(name, f"at most {MAX_TEXTS} pairs in a request")
