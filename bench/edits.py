@@ -3,9 +3,9 @@
 For each edit, all sessions are sent to the server as they are, with each file of rules, with next turns computed while
 nothing else runs, and without anchors. The tokens that it computed (`prompt_tokens` less `cached_tokens`) are compared
 with the least: what is new of the same sessions without the edit, so neither a beginning of a prompt before nor an
-answer to one. What is computed between requests is counted apart, and so is what the rules changed. Everything follows
-from the seed: the cache, the scheduler and the API are real, and the model says what the session has, see `saying`.
-vLLM is then sent the same tokens, see `vllm_tokens`.
+answer to one. Tokens that are computed between requests are counted apart, and so is what the rules changed. Everything
+follows from the seed: the cache, the scheduler and the API are real, and the model says what the session has, see
+`saying`. vLLM is then sent the same tokens, see `vllm_tokens`.
 
 Times of first tokens are those of a model of 8 billion parameters on one GPU, in virtual time.
 """

@@ -7,7 +7,7 @@ A retained prefix is locked on the host if that has all of it, else on the devic
 copied. It is never dropped before its time, which a hit may renew, and never deleted when that comes. How much an owner
 may retain is bounded, and a part of each pool is left to running requests. The time is the caller's, and is passed in.
 
-What is kept though nobody has asked for it (`keep`) gives way to what somebody asks for, and to what is worth more.
+Prefixes that nobody has asked for (`keep`) give way to those that somebody asks for, and to those that are worth more.
 """
 
 from __future__ import annotations
@@ -397,8 +397,8 @@ class Retention:
     def _least(self, owner: bytes, terms: _Terms) -> _Entry | None:
         """Returns what gives way next to something on these terms; None: nothing does.
 
-        What its owner has comes first. What others have gives way only where somebody asks for it, and they, not its
-        owner's own bound, are in the way.
+        Its owner's come first. Others' give way only where somebody asks for it, and they, not its owner's own bound,
+        are in the way.
         """
         crowded = terms.worth == math.inf and any(
             room < self._limit(self._quotas.of(owner), tier, row, terms.share) - held
@@ -470,7 +470,7 @@ class Retention:
     def _enter(self, entry: _Entry, terms: _Terms) -> None:
         """Notes an entry that is locked; one that ends at the same node becomes a part of it.
 
-        What somebody asks for takes the place of what nobody has asked for, with its own time.
+        One that somebody asks for takes the place of one that nobody has asked for, with its own time.
         """
         old = self._entries.get(entry.node)
         until, renew_s, pinned, worth = terms.until, terms.renew_s, terms.pinned, terms.worth

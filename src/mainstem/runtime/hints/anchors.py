@@ -50,7 +50,7 @@ Value = TypeVar("Value")
 
 @dataclass(slots=True)
 class _Owner:
-    """What is known of one owner's prompts.
+    """One owner's prompts, as far as they are known.
 
     Args:
         prompts: the latest one of each session, by digest, the one used longest ago first: its length, and where it

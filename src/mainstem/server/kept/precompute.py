@@ -13,9 +13,9 @@ lowest priority. The next turn finds it.
 
 A request that comes ends it; pages that were computed by then stay in the cache.
 
-What is in vain takes a share of the time at most: a next turn costs what it took, and gets that back when it comes. Its
-cost is multiplied by how many of the latest ones were begun for each that came, so a server whose clients do not come
-back soon does next to nothing.
+Turns that do not come take a share of the time at most: a next turn costs what it took, and gets that back if it comes.
+Its cost is multiplied by how many of the latest ones were begun for each that came, so a server whose clients do not
+come back soon does next to nothing.
 """
 
 from __future__ import annotations
