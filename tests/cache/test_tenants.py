@@ -227,6 +227,7 @@ def test_an_engine_counts_and_bounds_what_tenants_have(tiers: TierConfig) -> Non
         engine.set_quotas(Quotas({tenant: Quota(Share(maximum=0.25), Share(maximum=0.25))}))
         for at in range(6):
             run(engine, [at, *PROMPT], tenant)
+        eventually(lambda: is_still(engine), 20.0)
         used = engine.usage()[owner_of(tenant.encode())]
         page = engine.tier_bytes[0] // 32
         assert used.bytes[0] == 8 * page and all(
@@ -235,6 +236,12 @@ def test_an_engine_counts_and_bounds_what_tenants_have(tiers: TierConfig) -> Non
         with pytest.raises(BadArgument, match="guarantees of the device"):
             engine.set_quotas(Quotas({tenant: Quota(Share(guaranteed=0.9))}))
         assert engine.usage()[owner_of(tenant.encode())] == used
+
+
+def is_still(engine: Engine) -> bool:
+    """Whether nothing is on its way between tiers."""
+    tiers = engine.stats().tiers
+    return tiers is None or not (tiers.under_way or tiers.queued)
 
 
 @pytest.mark.parametrize("kv_cache_dtype", ["auto", "fp8"])
