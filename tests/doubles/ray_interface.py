@@ -101,7 +101,7 @@ def replica(name: str, **statistics: Any) -> Any:
 
 
 class Answer:
-    """What a remote call returns: a result that is waited for, or pieces as they come; a list of each call's waits."""
+    """The result of a remote call, which is waited for or comes in pieces; or a list of each call's waits."""
 
     def __init__(self, value: object, waits: list[float]) -> None:
         self._value, self._waits = value, waits

@@ -424,7 +424,7 @@ PATHS = sorted({re.sub(r"\{\w+(:\w+)?\}", "x", route.path) for route in Rig().ap
 
 @pytest.mark.parametrize("path", PATHS)
 def test_each_route_takes_the_methods_that_it_takes_at_a_server(path: str) -> None:
-    """What the front answers itself, merges or relays looks like a server, to those who use it wrongly as well."""
+    """The front looks like a server where it answers itself, merges or relays, to those who use it wrongly as well."""
     server = Rig(("a",)).apps["a"]
     endless = path == "/cache/events"
     for method in ("POST", "PUT", "PATCH", "DELETE", *(() if endless else ("GET", "HEAD"))):
