@@ -394,6 +394,14 @@ def test_a_server_whose_clients_do_not_come_back_soon_does_next_to_nothing() -> 
     assert all(sessions.turn("another client", comes=True) for _ in range(10)), "but it learns"
 
 
+def test_one_in_vain_costs_as_many_times_its_time_as_were_begun_for_each_that_came() -> None:
+    sessions = Sessions(1.0, takes_s=1.0)
+    for number in range(8):
+        sessions.turn(str(number), comes=number % 2 == 0)
+    costs = [ahead.cost_s for ahead in sessions.precompute._latest]
+    assert costs == pytest.approx([begun / (1 + begun // 2) for begun in range(1, 9)])
+
+
 @pytest.mark.parametrize(("takes_s", "goes_on"), [(66.6, True), (66.7, False)])
 def test_no_more_than_the_share_of_ten_minutes_is_saved_up(takes_s: float, goes_on: bool) -> None:
     sessions = Sessions(0.1, takes_s)  # of which a tenth comes while it computes
