@@ -6,8 +6,8 @@
 //   session     |<------------------ reach, in pages ------------------>|
 //               |<-- cut, the least recently used first -->|<- ending ->|      an ending has at most ending_ pages
 //
-// A page more for each ending frees a page for each leaf, and costs a page for each session that returns. A page more of
-// room keeps what was just cut. Where the latter is worth more, endings become longer, else shorter.
+// A page more for each ending frees a page for each leaf, and costs a page for each session that returns. A page more
+// of room keeps what was just cut. Where the latter is worth more, endings become longer, else shorter.
 #pragma once
 
 #include <algorithm>
@@ -89,9 +89,9 @@ class TailAware final : public Remembering<TailRecord> {
   }
 
  private:
-  // kRecent: for how long a page that was cut would have been kept by a little more room, in capacities. kTail: how many
-  // pages of endings a page that was cut is worth; with 1, hits would be the most. kStep: how far endings change at
-  // once. kKept: the part of the counts that is kept then. docs/decisions.md has what others gave.
+  // kRecent: for how long a page that was cut would have been kept by a little more room, in capacities. kTail: how
+  // many pages of endings a page that was cut is worth; with 1, hits would be the most. kStep: how far endings change
+  // at once. kKept: the part of the counts that is kept then. docs/decisions.md has what others gave.
   static constexpr double kRecent = 0.25, kTail = 1.5, kStep = 0.3, kKept = 0.7;
   static constexpr std::uint64_t kLeastPace = 64;  // pages asked for between two changes
 
