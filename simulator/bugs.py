@@ -872,6 +872,21 @@ PYTHON: tuple[Mutant, ...] = (
         "tests/cache/test_tenants.py::test_what_leaves_a_page_is_overwritten_where_that_is_asked_for",
     ),
     _mutant(
+        "pages that become free keep their scores", "-", "runtime/memory/pools.py",
+        "            cache.pool.freed_with(pools.scores.forget)", "            pass",
+        "tests/runtime/sampling/test_kept_scores.py::test_a_model_forgets_scores_with_their_pages",
+    ),
+    _mutant(
+        "scores are looked for before their pages have arrived", "-", "runtime/schedule/scheduler.py",
+        "            load.wait()  # its pages", "            pass  # its pages",
+        "tests/runtime/sampling/test_kept_scores.py::test_scores_follow_their_pages_through_the_tiers",
+    ),
+    _mutant(
+        "the first token without a kept score gets none", "-", "runtime/schedule/sequence.py",
+        "self.scored_from = self._scores_kept - 1", "self.scored_from = self._scores_kept",
+        "tests/runtime/sampling/test_kept_scores.py::test_a_prompt_that_was_scored_is_found_with_its_scores",
+    ),
+    _mutant(
         "a public prefix goes to whoever begins like it", "-", "runtime/hints/public.py",
         "if key.symbols.startswith(prefix.tobytes()):", "if key.symbols[:8] == prefix.tobytes()[:8]:",
         "tests/runtime/hints/test_public_prefixes.py::test_nothing_is_copied_that_is_not_public_whole_and_begun_with",

@@ -20,6 +20,7 @@ from tokenizers import AddedToken
 
 from mainstem.cache.components import Component, Full, Local, State, Window, by_name
 from mainstem.cache.prefix_cache import Pool
+from mainstem.runtime.memory.scores import KeptScores
 from mainstem.runtime.request import ImageInput, Request, TokenLogprob
 from mainstem.runtime.sampling.grammars import Grammars
 from mainstem.runtime.sampling.processor import LogitsProcessor
@@ -83,6 +84,7 @@ class Ghost:
     """
 
     vocab_size = VOCAB
+    scores: KeptScores | None = None  # beside the pages of the first component
 
     def __init__(
         self,
@@ -136,6 +138,8 @@ class Ghost:
         self._hash[target, :positions] = self._hash[source, :positions]
         self._token[target, :positions] = self._token[source, :positions]
         self._hash[target, positions:] = POISON
+        if self.scores is not None:
+            self.scores.plane[:, target, :positions] = self.scores.plane[:, source, :positions]
 
     def copy_state(self, source: int, target: int) -> None:
         assert source != target

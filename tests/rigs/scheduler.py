@@ -13,6 +13,7 @@ from rigs.ghost import EOS, VOCAB, Ghost, GhostTokenizer, complete
 from mainstem.cache.components import Component
 from mainstem.cache.keys import Encoded, TokenKeys, TypedKeys
 from mainstem.cache.prefix_cache import PrefixCache
+from mainstem.runtime.memory.scores import KeptScores
 from mainstem.runtime.request import Delta, Hints, ImageInput, Progress, Request, Usage
 from mainstem.runtime.schedule.scheduler import Scheduler
 from mainstem.runtime.text.detokenizer import Content
@@ -32,6 +33,7 @@ class Bench:
         cache: whether anything is reused.
         images: whether prompts may have images.
         max_context: positions of one request.
+        best: scores are kept beside pages, each with so many of the likeliest tokens; None: they are not.
         limits: fields of `Limits` that differ. A prompt has up to 8 checkpoints, and none at intervals.
     """
 
@@ -47,6 +49,7 @@ class Bench:
         cache: bool = True,
         images: bool = False,
         max_context: int = 1024,
+        best: int | None = None,
         **limits: Any,
     ) -> None:
         self.now_s = 0.0
@@ -59,6 +62,9 @@ class Bench:
             copy_page=self.ghost.copy_page if partial else None,
             copy_state=self.ghost.copy_state,
         )
+        if best is not None:
+            self.ghost.scores = KeptScores(made.pool.total, page_size, best)
+            made.pool.freed_with(self.ghost.scores.forget)
         self.schedule(made, Limits(**{"checkpoint_tokens": 0, "states_per_path": 8, **limits}), max_context)
 
     def schedule(self, cache: PrefixCache, limits: Limits, max_context: int) -> None:
@@ -74,6 +80,7 @@ class Bench:
             eos=frozenset({EOS}),
             clock=lambda: self.now_s,
             random=random.Random(0),
+            scores=self.ghost.scores,
         )
         self.requests: dict[str, Request] = {}
         self.deltas: dict[str, list[Delta]] = defaultdict(list)

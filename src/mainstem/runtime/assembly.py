@@ -116,6 +116,7 @@ def make_scheduler(
         ranks=loaded.ranks,
         flops=flops_of(loaded.model),
         auditor=auditor,
+        scores=model.memory.scores,
     )
 
 

@@ -47,7 +47,7 @@ from mainstem.tiers.controller import TierStats
 
 log = logging.getLogger(__name__)
 
-MakeRunner = Callable[[LoadedModel, Mapping[str, int], int, str, bool, bool], ModelRunner]
+MakeRunner = Callable[[LoadedModel, Mapping[str, int], int, str, bool, bool, int | None], ModelRunner]
 OnStage = Callable[[str, int, int], None]
 _SHOWN_TOKENS = 12  # of a node, in `show`
 _REMEMBER_S = 30.0  # between two lists of the hottest prefixes, while there are requests
@@ -128,7 +128,7 @@ class EngineCore:
         self.sizes = sizes = pool_sizes(loaded, config)
         self.max_context = max_context(loaded, config, sizes)
         on_stage("test", 0, 1)
-        how = config.page_size, config.kv_cache_dtype, config.cuda_graphs, config.exact
+        how = config.page_size, config.kv_cache_dtype, config.cuda_graphs, config.exact, config.keep_scores
         own = audit_pages(config, sizes)
         counts = {name: count + own[name] for name, count in counts_of(sizes).items()}
         self.model = model = make_runner(loaded, counts, *how)

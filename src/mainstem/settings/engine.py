@@ -112,7 +112,7 @@ class SamplingParams(Settings):
         ignore_eos: Continue after the model's end-of-sequence tokens.
         logprobs: None: none; k: each token's log-probability and the k best alternatives, 0 to 20.
         prompt_logprobs: The same for the tokens of the prompt. Its KV is then computed, not taken from the cache, but
-            for what is before `logprob_start`.
+            for what is before `logprob_start`, and what has kept scores.
         logprob_start: The place of the first token of the prompt that has a log-probability. At place 0 none has one.
         embedding: Return the mean of the prompt's last hidden states, too. Its KV is then computed, not taken from the
             cache, and nothing is generated: `max_tokens` is 0.
@@ -499,6 +499,9 @@ class EngineConfig(Limits, Shares):
             --no-cuda-graphs launches every kernel.
         exact: Refuse a model where a hit may change a bit. On a GPU, other kernels then compute, more slowly, so that
             none does; on a CPU what can be exact always is. See docs/arithmetic.md.
+        keep_scores: Keep how likely each token of a prompt was beside its page, once a request has asked for that, with
+            so many of the likeliest tokens, 0 to 20: 8 bytes a token, and 8 more for each of those. Later requests
+            find it as they find the page. Default: it is computed each time. See docs/scoring.md.
         max_waiting: Maximum number of waiting requests; more are refused with status 429. 1 or more.
         policy: Eviction policy: lru, slru, slru:3, arc, gittins and others, or package.module:Class of your own.
             See docs/policies.md.
@@ -522,6 +525,7 @@ class EngineConfig(Limits, Shares):
     kv_cache_dtype: KVCacheDtype = setting("auto", one_of(KVCacheDtype))
     cuda_graphs: bool = setting(True, switch())
     exact: bool = setting(False, switch())
+    keep_scores: int | None = setting(None, integer(0, MAX_LOGPROBS))
     max_waiting: int = setting(1024, integer(1, INT32_MAX))
     policy: str = setting("lru")  # `find_policy` checks it
     cache: bool = setting(True, switch())
@@ -547,6 +551,9 @@ class EngineConfig(Limits, Shares):
             raise BadArgument("exact", self.exact, "False if tp > 1: divided layers are not exact")
         if self.kv_cache_dtype != "auto" and self.tiers.storage_codec != "none":
             allowed = f"none with kv_cache_dtype {self.kv_cache_dtype}: pages have 8 bits, and are stored as they are"
+            raise BadArgument("storage_codec", self.tiers.storage_codec, allowed)
+        if self.keep_scores is not None and self.tiers.storage_codec != "none":
+            allowed = "none with keep_scores: log-probabilities are stored as they are"
             raise BadArgument("storage_codec", self.tiers.storage_codec, allowed)
         peers = self.tiers.peers
         if self.role == "prefill" and peers.peer_listen is None:

@@ -248,6 +248,16 @@ def test_a_clean_run_has_no_mismatches(name: str, config: dict[str, Any], dtype:
         engine._core.cache.check()
 
 
+def test_scores_beside_pages_are_not_compared(tmp_path: Path) -> None:
+    params = SamplingParams(max_tokens=1, prompt_logprobs=1)
+    with engine_of(keep_scores=1, tiers=tiers_of(tmp_path)) as engine:
+        for _ in range(3):
+            found = engine.submit(Request(tokens_of(40), params)).result(timeout_s=WAIT_S)
+        assert found.usage.cached_tokens == 38
+        stats = settle(engine)
+    assert all(stats.tokens.values()) and stats.mismatches == dict.fromkeys(FLIPS, 0)
+
+
 def test_pages_of_requests_that_were_preempted_are_audited_too() -> None:
     prompts = [tokens_of(36, seed) for seed in range(3)]
     with engine_of(pages=30, max_running=3) as engine:  # each grows to 17 pages

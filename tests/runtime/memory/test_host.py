@@ -227,7 +227,7 @@ def test_the_content_of_a_page_is_the_same_bytes_on_device_and_host(
         pool.down([Move(row, np.array([3], np.int32), np.array([7], np.int32))])
         steps.all()
         expected = torch.cat([bits(tensor[:, 3]) for tensor in planes.tensors]).numpy()
-        assert np.array_equal(planes.payload(3), expected) and np.array_equal(pool.payload(row, 7), expected)
+        assert np.array_equal(planes.computed(3), expected) and np.array_equal(pool.payload(row, 7), expected)
 
 
 def test_a_byte_of_a_page_has_a_place() -> None:

@@ -210,9 +210,10 @@ class PrefixAudit:
         differences: list[Difference] = []
         for row, planes in enumerate(self._means.planes):
             for page in self._places(row, begin, end) if planes.payload_bytes else ():
-                right = planes.payload(self._own(row, page))
-                for tier, copy in self._copies(row, page, held, stored):
+                right = planes.computed(self._own(row, page))
+                for tier, whole in self._copies(row, page, held, stored):
                     compared.add((tier, page))
+                    copy = whole[: len(right)]
                     if not np.array_equal(copy, right):
                         differences.append(Difference(tier, page, row, int((copy != right).argmax())))
         self.tokens.update({tier: self._size * count for tier, count in Counter(tier for tier, _ in compared).items()})
@@ -231,7 +232,7 @@ class PrefixAudit:
                 assert isinstance(memory, HostPool)
                 yield tier, memory.payload(row, id)
             else:
-                yield tier, self._means.planes[row].payload(id)
+                yield tier, self._means.planes[row].computed(id)
         if stored is not None and (content := stored.payload(row, page)) is not None:
             yield "storage", content
 

@@ -60,8 +60,10 @@ class Planes:
     have no content: they take no memory, and nothing is copied.
 
     Args:
-        tensors: each [layers, pages, ...], contiguous, on one device, with equal numbers of layers and pages.
+        tensors: each [layers, pages, ...], contiguous, on one device, with equal numbers of layers and pages. Those of
+            `beside` are [1, pages, ...], and are copied with the first layer.
         layers: the model's layer of each of the tensors' layers, ascending; None: 0, 1, 2, ...
+        beside: so many of the last tensors hold what no forward writes.
 
     Raises:
         BadArgument: the tensors or layers do not fit this.
@@ -69,6 +71,7 @@ class Planes:
 
     tensors: tuple[torch.Tensor, ...]
     layers: tuple[int, ...] | None = None
+    beside: int = 0
 
     def __post_init__(self) -> None:
         if not self.tensors:
@@ -78,8 +81,12 @@ class Planes:
                 raise BadArgument("tensors", tuple(tensor.shape), "contiguous, [layers, pages, ...], at least one page")
             if len(tensor) and not tensor.numel():
                 raise BadArgument("tensors", tuple(tensor.shape), "not empty in any dimension but the layers")
-            if tensor.shape[:2] != self.tensors[0].shape[:2] or tensor.device != self.device:
-                raise BadArgument("tensors", tuple(tensor.shape), "equal in layers and pages, on one device")
+            if tensor.shape[1] != self.pages or tensor.device != self.device:
+                raise BadArgument("tensors", tuple(tensor.shape), "equal in pages, on one device")
+        for at, tensor in enumerate(self.tensors):
+            count = len(self.tensors[0]) if at < len(self.tensors) - self.beside else 1
+            if len(tensor) != count:
+                raise BadArgument("tensors", tuple(tensor.shape), f"[{count}, pages, ...]: as many layers as the first")
         if list(self.model_layers) != sorted({*self.model_layers}) or len(self.model_layers) != len(self.tensors[0]):
             raise BadArgument("layers", self.layers, f"{len(self.tensors[0])} ascending numbers")
 
@@ -116,9 +123,10 @@ class Planes:
         """The model's layer of each of the tensors' layers."""
         return range(len(self.tensors[0])) if self.layers is None else self.layers
 
-    def payload(self, page: int) -> NDArray[np.uint8]:
-        """Returns a copy of a device page's content."""
-        parts = [tensor.detach()[:, page].contiguous().reshape(-1).view(torch.uint8) for tensor in self.tensors]
+    def computed(self, page: int) -> NDArray[np.uint8]:
+        """Returns a copy of what forwards write of a device page: its payload, up to what is `beside`."""
+        tensors = self.tensors[: len(self.tensors) - self.beside]
+        parts = [tensor.detach()[:, page].contiguous().reshape(-1).view(torch.uint8) for tensor in tensors]
         content: NDArray[np.uint8] = torch.cat(parts).cpu().numpy()
         return content
 
@@ -381,7 +389,7 @@ class HostPool:
                 continue
             planes = self._components[component]
             sources, targets = self._copier.ids(source), self._copier.ids(target)
-            layers = list(planes.model_layers) * len(planes.tensors)
+            layers = [layer for tensor in planes.tensors for layer in planes.model_layers[: len(tensor)]]
             for layer, written, read in zip(layers, to[component], from_[component], strict=True):
                 by_layer.setdefault(layer, []).append(Copy(written, targets, read, sources))
         return [LayerCopies(layer, by_layer[layer]) for layer in sorted(by_layer)]

@@ -7,6 +7,10 @@ Numbers are in the model's dtype, or in 8 bits (`eight_bits`), with a scale for 
 
     scales: float32 [layers, pages, page_size, kv_heads, 1]       of keys, and of values
 
+Beside them may be how likely each token was; see `scores`:
+
+    scores: float32 [1, pages, page_size, 2 + 2 * best]
+
 A page id is the same index in every layer. Consecutive ids are consecutive memory within a layer, so a run of pages is
 a view, and a position of a page has the flat index page * page_size + offset.
 
@@ -24,6 +28,7 @@ from numpy.typing import NDArray
 
 from mainstem.errors import UnsupportedModel
 from mainstem.runtime.memory.eight_bits import SCALE, dequantize, quantize
+from mainstem.runtime.memory.scores import KeptScores, row_bytes
 from mainstem.runtime.models.places import new_cache, run
 from mainstem.runtime.readiness import too_large
 
@@ -63,10 +68,11 @@ class KVShape(NamedTuple):
         """Returns the dtype of the numbers in pages. A latent is what all heads share, and keeps the model's."""
         return dtype if eight_bits is None or self.latent else eight_bits
 
-    def bytes_per_page(self, page_size: int, kept: torch.dtype) -> int:
-        """Returns the bytes of a page of `page_size` positions: keys and values of all layers, and their scales."""
+    def bytes_per_page(self, page_size: int, kept: torch.dtype, best: int | None = None) -> int:
+        """Returns the bytes of a page of `page_size` positions: keys and values of all layers, their scales, scores."""
         scales = len(self.planes) * SCALE.itemsize if kept.itemsize == 1 else 0
-        return self.layers * self.kv_heads * page_size * (sum(self.planes) * kept.itemsize + scales)
+        scores = page_size * row_bytes(best) if self.layers else 0
+        return self.layers * self.kv_heads * page_size * (sum(self.planes) * kept.itemsize + scales) + scores
 
 
 def kv_shapes(model: PreTrainedModel, kv_layers: Mapping[str, Sequence[int]]) -> dict[str, KVShape]:
@@ -183,10 +189,12 @@ class KVPool:
         dtype: of the keys and values that are written and read, the same as the model's.
         device: of the tensors.
         eight_bits: the dtype of the numbers in pages, int8 or float8_e4m3fn; None: the same.
+        best: see `KeptScores`; None: pages have no scores.
 
     Attributes:
         kept: the dtype of the numbers in pages. Those of latents are in the model's.
-        planes: the tensors that page ids index; those of the scales after the others.
+        planes: the tensors that page ids index: numbers, scales, scores.
+        scores: how likely the tokens of pages were; None without `best`, or without layers.
 
     Raises:
         BadArgument: the memory cannot be allocated.
@@ -200,6 +208,7 @@ class KVPool:
         dtype: torch.dtype,
         device: torch.device | str = "cpu",
         eight_bits: torch.dtype | None = None,
+        best: int | None = None,
     ) -> None:
         self.shape = shape
         self.pages = pages
@@ -210,10 +219,12 @@ class KVPool:
         try:
             numbers = [torch.empty((*size, count), dtype=self.kept, device=device) for count in shape.planes]
             scales = [torch.empty((*size, 1), dtype=SCALE, device=device) for _ in numbers if self.kept is not dtype]
+            self.scores = None if best is None or not shape.layers else KeptScores(pages, page_size, best, device)
         except RuntimeError as error:  # PyTorch's error for a failed allocation
-            needed = pages * shape.bytes_per_page(page_size, self.kept)
+            needed = pages * shape.bytes_per_page(page_size, self.kept, best)
             raise too_large("kv_bytes", needed, device) from error
-        self.planes = (*numbers, *scales)
+        self._computed = (*numbers, *scales)
+        self.planes = self._computed if self.scores is None else (*self._computed, self.scores.plane)
         self.k = numbers[0]
         self.v = self.k[..., : shape.value_dim] if shape.latent else numbers[1]
         parts = [*zip(numbers, scales, strict=True)] if scales else [(each,) for each in numbers]
@@ -256,11 +267,13 @@ class KVPool:
                 plane.write(rows, part)
 
     def clear(self, page_ids: NDArray[np.int32]) -> None:
-        """Overwrites pages with zeros."""
+        """Overwrites pages with zeros, and forgets their scores."""
         rows = run_of(page_ids.astype(np.int64), self.device)
         with torch.inference_mode():
-            for plane in self.planes:
+            for plane in self._computed:
                 plane.view(torch.uint8)[:, rows] = 0  # PyTorch cannot index floats of 8 bits
+        if self.scores is not None:
+            self.scores.forget(page_ids)
 
     def copy_page(self, source: int, target: int, positions: int) -> None:
         """Copies the first `positions` positions of page `source` to page `target`, in every layer."""

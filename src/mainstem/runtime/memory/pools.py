@@ -26,6 +26,7 @@ from mainstem.runtime.attention.paged import plain_attention
 from mainstem.runtime.memory.eight_bits import eight_bits
 from mainstem.runtime.memory.host import HostPool, Planes, host_pages
 from mainstem.runtime.memory.kv import KVPool, KVShape, kv_shapes
+from mainstem.runtime.memory.scores import KeptScores
 from mainstem.runtime.memory.sizing import Need, share_out, window_pages
 from mainstem.runtime.memory.states import StatePool, StateShape
 from mainstem.runtime.memory.tiers import build_tiers, close_tiers
@@ -54,6 +55,7 @@ class Pools:
         like: a tensor of the model's dtype, on its device.
         computation: how what they hold is computed, where another way gives other numbers; part of the identity.
         kv_cache_dtype: of the keys and values in pages; `auto`: that of `like`. Latents and states keep that.
+        best: pages of full attention have scores, each with so many of the likeliest tokens; None: none have.
 
     Attributes:
         paged: the pools of pages, by component.
@@ -74,6 +76,7 @@ class Pools:
         like: torch.Tensor,
         computation: tuple[str, ...] = (),
         kv_cache_dtype: str = "auto",
+        best: int | None = None,
     ) -> None:
         if sorted(counts) != sorted(layout.names):
             raise BadArgument("pages", dict(counts), f"a number for each of {', '.join(layout.names)}")
@@ -83,14 +86,25 @@ class Pools:
         if bits is not None and not any(size.layers and size.kept(like.dtype, bits) is bits for size in kv.values()):
             raise BadArgument("kv_cache_dtype", kv_cache_dtype, "auto: the model keeps latents or states, not keys")
         self.paged = {
-            name: KVPool(size, counts[name], page_size, like.dtype, like.device, bits) for name, size in kv.items()
+            name: KVPool(
+                size, counts[name], page_size, like.dtype, like.device, bits, best if name == Full.name else None
+            )
+            for name, size in kv.items()
         }
         self.states = None if shape is None else StatePool(shape, counts["state"], like.device)
 
     @property
+    def scores(self) -> KeptScores | None:
+        """The scores beside the pages of full attention; None: there are none."""
+        return self.paged[Full.name].scores if Full.name in self.paged else None
+
+    @property
     def planes(self) -> list[Planes]:
         """The tensors that the ids of each component index, in the order of the layout."""
-        planes = [Planes(pool.planes, self._layout.kv_layers[name]) for name, pool in self.paged.items()]
+        planes = [
+            Planes(pool.planes, self._layout.kv_layers[name], 0 if pool.scores is None else 1)
+            for name, pool in self.paged.items()
+        ]
         if self.states is not None:
             planes.append(Planes(tuple(tensor.unsqueeze(0) for tensor in self.states.tensors), (STATE_LAYER,)))
         return planes
@@ -169,6 +183,8 @@ def build_cache(
             reserve=_reserve(loaded, config, sizes),
             explain_pages=_remembered(sizes, host) if config.explain else None,
         )
+        if pools.scores is not None:
+            cache.pool.freed_with(pools.scores.forget)
         if config.overwrite_freed:
             _overwrite_freed(cache, pools, host)
         return cache
@@ -271,5 +287,10 @@ def _bytes(loaded: LoadedModel, layout: Layout, page_size: int, config: EngineCo
     with plain_attention(loaded.model):
         shapes = kv_shapes(loaded.model, layout.kv_layers)
         state = StateShape.of(loaded.model) if layout.state_layers else None
-    pages = {name: shape.bytes_per_page(page_size, shape.kept(loaded.dtype, bits)) for name, shape in shapes.items()}
+    pages = {
+        name: shape.bytes_per_page(
+            page_size, shape.kept(loaded.dtype, bits), config.keep_scores if name == Full.name else None
+        )
+        for name, shape in shapes.items()
+    }
     return pages, 0 if state is None else state.bytes_per_slot

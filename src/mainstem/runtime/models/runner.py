@@ -50,6 +50,7 @@ class ModelRunner:
         page_size: positions per page.
         kv_cache_dtype: of the keys and values in pages: `auto` is the model's, `int8` and `fp8` have 8 bits.
         cuda_graphs: whether decode steps are recorded, on a device that can; see `step_graphs`.
+        keep_scores: see `Pools`: `best`.
         exact: whether a model is refused that is not exact. On a GPU, other kernels compute then.
 
     Attributes:
@@ -75,6 +76,7 @@ class ModelRunner:
         kv_cache_dtype: str = "auto",
         cuda_graphs: bool = True,
         exact: bool = False,
+        keep_scores: int | None = None,
     ) -> None:
         model, ranks = loaded.model, loaded.ranks
         self.layout = layout = layout_of(loaded)
@@ -89,7 +91,8 @@ class ModelRunner:
             self.vision = None if loaded.processor is None else Vision(loaded)
             like = torch.empty(0, dtype=loaded.dtype, device=model.device)
             make_pools = partial(Pools, layout, kv, shape, like=like, kv_cache_dtype=kv_cache_dtype)
-            self.memory = make_pools(counts, page_size)
+            best = None if keep_scores is None else min(keep_scores, self.vocab_size)
+            self.memory = make_pools(counts, page_size, best=best)
             kernels, attention = kernels_for(model.device, exact), attention_for(model.device, kv_cache_dtype, exact)
             how = layout, self.adapters, attention, self._proof, self.vision
             self._forward = forward = Forward(loaded, *how, latent=any(each.latent for each in kv.values()))

@@ -53,7 +53,7 @@ def score(logits: torch.Tensor, tokens: NDArray[np.int32], alternatives: int) ->
 
 
 def keep_scores(
-    scheduled: abc.Sequence[tuple[Sequence, int]], logits: torch.Tensor, ranks: Ranks
+    scheduled: abc.Sequence[tuple[Sequence, int]], logits: torch.Tensor, ranks: Ranks, best: int = 0
 ) -> tuple[torch.Tensor, list[Sequence]]:
     """Takes the log-probabilities of prompts from the logits of a forward, for the sequences that need them.
 
@@ -61,6 +61,7 @@ def keep_scores(
         scheduled: the sequences of the forward, before they advance, each with its number of tokens.
         logits: float32 [rows, vocab], those of each sequence in order.
         ranks: rank 0 computes for all.
+        best: how many of the likeliest tokens each has at least, whatever its request asks for.
 
     Returns:
         The logits to sample from, and the sequences whose logits hold NaN or infinity.
@@ -75,7 +76,7 @@ def keep_scores(
         if not sequence.scoring or alternatives is None:
             kept.append(rows)
             continue
-        scores = ranks.share(partial(score, rows, sequence.scored(n), alternatives))
+        scores = ranks.share(partial(score, rows, sequence.scored(n), max(alternatives, best)))
         kept.append(rows[-1:] if n == sequence.uncomputed else rows[:0])
         if scores is None:
             unscored.append(sequence)

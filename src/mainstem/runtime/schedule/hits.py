@@ -64,9 +64,16 @@ class Hits:
         unstored = self._unstored.find(symbols, encode_namespace(namespace))
         return Circumstances(known, page, found, unstored=unstored, scored_from=most, too_short=short).explain()
 
-    def admitted(self, sequence: Sequence, lease: Lease, load: Load | None, now_s: float) -> None:
-        """Counts what an admitted request found: all of it the first time, then what it has met."""
-        loaded = 0 if load is None else load.pages * self._cache.page_size
+    def admitted(self, sequence: Sequence, lease: Lease, load: Load | None, loaded: int, now_s: float) -> None:
+        """Counts what an admitted request found: all of it the first time, then what it has met.
+
+        Args:
+            sequence: of the request.
+            lease: its lease.
+            load: what it waits for.
+            loaded: tokens up to what is cached that the host had, whether they have arrived or not.
+            now_s: the time.
+        """
         if sequence.admitted_s is None:
             sequence.admitted_s = now_s
             sequence.cached_tokens = sequence.cached_end = sequence.computed - loaded
@@ -74,9 +81,9 @@ class Hits:
             self._totals.cached_tokens += sequence.cached_tokens
             self._note(sequence, 0, sequence.cached_tokens, "device")
             self._count_load(sequence, load, loaded)
-            if sequence.most_cached is None:
+            if sequence.scored_from is None:
                 self._totals.stateless_tokens += max(0, lease.reach - sequence.computed)
-            if sequence.explained is not None and self._cache.tiers is not None and load is None:
+            if sequence.explained is not None and self._cache.tiers is not None and not loaded:
                 sequence.explained.too_short = lease.loadable < self._cache.tiers.load_min_tokens()
         elif sequence.prefetch.met:  # the beginning of a page may have been copied before
             begin = sequence.computed - loaded
@@ -103,7 +110,7 @@ class Hits:
         explained = sequence.explained
         if explained is None:
             return
-        explained.missed, explained.scored_from = sequence.prefetch.missed, sequence.request.params.reads_from
+        explained.missed, explained.scored_from = sequence.prefetch.missed, sequence.scored_from
         sequence.explanation = explained.explain()
         for cause, tokens in count_missed(sequence.explanation).items():
             self._totals.missed[cause] += tokens

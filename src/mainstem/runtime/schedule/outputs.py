@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable
 from collections.abc import Sequence as AnySequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from mainstem.runtime.request import Delta, Progress, TokenLogprob, Usage
 from mainstem.runtime.sampling.processor import Ended
@@ -66,7 +66,9 @@ class Outputs:
     def process(self, sequence: Sequence, choices: AnySequence[Choice]) -> End | None:
         """Processes the next token, and those of the draft that were right; returns how that ends the request."""
         if sequence.scores and not sequence.generated:
-            self.events.append((sequence.id, Delta("", prompt_logprobs=tuple(sequence.scores))))
+            most = sequence.request.params.prompt_logprobs
+            scores = tuple(replace(each, top=each.top[:most]) for each in sequence.scores)
+            self.events.append((sequence.id, Delta("", prompt_logprobs=scores)))
         if sequence.pooling is not None:
             vector = sequence.pooling.vector(sequence.length)
             if vector is None:

@@ -21,8 +21,8 @@ sampling keeps those that it agrees with, so it draws what it would have drawn w
 none: a state cannot go back.
 
 **Log-probabilities of a prompt** need the logits of all its positions, and its embedding their hidden states. So such a
-request hits nothing, and waits for nobody. What it computes is published as usual. The rows of logits in a step are
-bounded.
+request hits nothing, and waits for nobody, unless scores are kept beside pages (`memory.scores`). What it computes is
+published as usual. The rows of logits in a step are bounded.
 
 **When pages run out**, the newest running request is preempted. What it computed stays in the cache. It resumes with
 its generated tokens as part of its prompt. The oldest request always goes on, so every step makes progress.
@@ -54,6 +54,7 @@ from mainstem.runtime.audit.auditor import Auditor
 from mainstem.runtime.hints.anchors import Anchors
 from mainstem.runtime.hints.replaced import Replaced
 from mainstem.runtime.hints.sessions import Sessions
+from mainstem.runtime.memory.scores import KeptScores
 from mainstem.runtime.parallel.ranks import ONE_RANK, Ranks, require_equal
 from mainstem.runtime.request import Request
 from mainstem.runtime.sampling.sampler import Choice, verify
@@ -70,6 +71,7 @@ from mainstem.runtime.text.detokenizer import Tokenizer
 from mainstem.settings.engine import Limits
 from mainstem.tiers.controller import Tiers
 from mainstem.tiers.costs import PrefillCost
+from mainstem.tiers.host.load import Load
 
 log = logging.getLogger(__name__)
 
@@ -112,6 +114,7 @@ class Scheduler:
         ranks: the processes that serve the model together: each schedules the same, and rank 0 samples for all.
         flops: of the model, to count what is saved.
         auditor: computes hits again while there is nothing else to do; None: nobody does.
+        scores: those beside the pages of the first component; None: none are kept.
 
     Attributes:
         totals: what it counts.
@@ -133,11 +136,12 @@ class Scheduler:
         ranks: Ranks = ONE_RANK,
         flops: Flops = NO_FLOPS,
         auditor: Auditor | None = None,
+        scores: KeptScores | None = None,
     ) -> None:
         self.totals = Totals()
         self._cache, self._runner, self._limits = cache, runner, limits
         self._tiers: Tiers | None = cache.tiers
-        self._clock, self._ranks, self._auditor = clock, ranks, auditor
+        self._clock, self._ranks, self._auditor, self._scores = clock, ranks, auditor, scores
         self._now_s = clock()  # of this step, the same on all ranks
         self.intake = Intake(cache, runner.vocab_size, tokenizer, limits, max_context, eos, clock, random, ranks)
         self._queue = WaitingQueue(cache, limits, self._now_s)
@@ -206,6 +210,8 @@ class Scheduler:
         assert id not in waiting and id not in self._running
         prompt = self.intake.check(request) if prompt is None else prompt
         waiting[id] = sequence = self.intake.sequence(id, request, prompt, self.totals.requests, arrived_s)
+        if self._scores is not None:
+            sequence.expect_scores(self._scores)
         self.totals.requests += 1
         self.totals.grammar_requests += request.params.grammar is not None
         self._idle = False
@@ -410,11 +416,10 @@ class Scheduler:
 
     def _admit(self, sequence: Sequence, budget: int) -> None:
         """Leases the longest cached prefix and reserves pages for the rest of the prompt, or raises OutOfPages."""
-        request, most = sequence.request, sequence.most_cached
+        request = sequence.request
         sequence.timeline.match()
         self.hits.before(sequence)
-        lease = self._cache.lease(sequence.tokens.key(), request.namespace, priority=request.priority, most=most)
-        load = self._tiers.load(lease) if self._tiers is not None and self._fits(sequence, lease) else None
+        lease, load, loaded = self._find(sequence)
         try:
             sequence.open(lease, load, self._queue.plan_checkpoints(sequence, lease), self._cache.page_size)
             sequence.slide(sequence.chunk(budget))
@@ -426,9 +431,31 @@ class Scheduler:
         sequence.timeline.admitted(loads=load is not None)
         if self._auditor is not None and (sequence.admitted_s is None or sequence.prefetch.met):
             self._auditor.note(request, sequence.tokens.known[: sequence.computed])
-        self.hits.admitted(sequence, lease, load, self._clock())
+        self.hits.admitted(sequence, lease, load, loaded, self._clock())
         sequence.prefetch.begins_to_lead(sequence.computed, loads=load is not None)
         self._outputs.progress(sequence)
+
+    def _find(self, sequence: Sequence) -> tuple[Lease, Load | None, int]:
+        """Leases what is cached of a prompt, and loads what the host has of that.
+
+        Returns:
+            The lease; the load that is under way; how many tokens of what is cached the host had.
+        """
+        request = sequence.request
+        lease = partial(self._cache.lease, sequence.tokens.key(), request.namespace, priority=request.priority)
+        found = lease(most=sequence.most_cached)
+        load = self._tiers.load(found) if self._tiers is not None and self._fits(sequence, found) else None
+        loaded = 0 if load is None else load.pages * self._cache.page_size
+        if self._scores is None or not sequence.scoring:
+            return found, load, loaded
+        begin = found.hit
+        if load is not None:
+            load.wait()  # its pages have the scores that say how much of it is used
+        most = sequence.find_scores(found, self._scores)
+        if most is not None and most < found.hit:
+            found.abort()
+            found = lease(most=most)
+        return found, None, max(0, found.hit - begin)
 
     def _forward(self, scheduled: list[tuple[Sequence, int]]) -> None:
         scheduled = [
@@ -441,7 +468,8 @@ class Scheduler:
         try:
             segments = [sequence.segment(n) for sequence, n in scheduled]
             require_equal(self._ranks, lambda: [segment.digest for segment in segments], "requests or pages")
-            logits, unscored = keep_scores(scheduled, self._runner.forward(segments), self._ranks)
+            best = 0 if self._scores is None else self._scores.best
+            logits, unscored = keep_scores(scheduled, self._runner.forward(segments), self._ranks, best)
             scheduled, sampled, logits = self._drop_failed_loads(scheduled, sampled, logits)
             choices = self._ranks.share(
                 lambda: verify(logits, [each.sampler for each in sampled], [each.draft for each in sampled])
@@ -466,6 +494,8 @@ class Scheduler:
             kept = sequence.advance(n)
             if kept is not None:
                 self.totals.checkpoints[kept] += 1
+            if self._scores is not None and sequence.scores:
+                sequence.keep_scores(self._scores)
             if was_prefilling:
                 self._outputs.progress(sequence)
             sequence.prefetch.reached(sequence.computed, prefilling=sequence.prefilling)

@@ -14,6 +14,7 @@ from mainstem.cache.keys import Encoded
 from mainstem.cache.namespaces import encode_namespace
 from mainstem.cache.prefix_cache import Lease, PrefixCache
 from mainstem.cache.retention import Kept, Retention
+from mainstem.runtime.memory.scores import KeptScores
 from mainstem.runtime.request import LOWEST_PRIORITY, Prefix, Request, TokenLogprob, Usage
 from mainstem.runtime.sampling.pooling import Pooling
 from mainstem.runtime.sampling.sampler import Sampler
@@ -63,6 +64,9 @@ class Sequence:
         self.draft = self.tokens.ids[:0]  # after the known tokens, computed with the newest of them; see `speculate`
         self.pace = Pace()
         self.scores: list[TokenLogprob] = []  # of the prompt's tokens from `logprob_start` on, if they are asked for
+        self.scored_from = request.params.reads_from  # what is cached ends there, so that the rest is scored
+        self._scores_kept = 0  # the position up to which they are beside the pages
+        self._finds_scores = False
         self.pooling = Pooling() if request.params.embedding else None
         self.admitted_s: float | None = None
         self.first_token_s: float | None = None
@@ -109,8 +113,13 @@ class Sequence:
 
     @property
     def most_cached(self) -> int | None:
-        """How much of the prompt may be cached, where something about the positions after it is left to compute."""
-        return self.request.params.reads_from if self.scoring or self.pooling is not None else None
+        """How much of the prompt may be cached, where something about the positions after it is left to compute.
+
+        None where the scores of cached pages may be known: `find_scores` then says how much.
+        """
+        if self.pooling is None and (self._finds_scores or not self.scoring):
+            return None
+        return self.request.params.reads_from
 
     @property
     def scoring(self) -> bool:
@@ -254,6 +263,33 @@ class Sequence:
     def score_from(self) -> int:
         """The first position that is computed next, or later, whose logits give a log-probability of the prompt."""
         return max(self.computed, self.request.params.first_scored - 1)
+
+    def expect_scores(self, kept: KeptScores) -> None:
+        """Cached pages may have the scores that are asked for."""
+        most = self.request.params.prompt_logprobs
+        self._finds_scores = most is not None and most <= kept.best
+
+    def find_scores(self, lease: Lease, kept: KeptScores) -> int | None:
+        """Takes the scores of cached pages; returns how much of the prompt may be cached, so that the others follow.
+
+        None: nothing is left to score, or only what `most_cached` says may be cached.
+        """
+        if not (self._finds_scores and self.scoring):
+            return None
+        first = self.request.params.first_scored
+        self.scores = kept.read(lease.tables[0], first, self.tokens.known[first : lease.hit])
+        self._scores_kept = first + len(self.scores)
+        self.scored_from = self._scores_kept - 1
+        return self.scored_from
+
+    def keep_scores(self, kept: KeptScores) -> None:
+        """Keeps new scores beside the pages that are published, which may be those of another request."""
+        assert self._lease is not None
+        first = self.request.params.first_scored
+        begin, end = max(self._scores_kept, first), min(self._lease.published, first + len(self.scores))
+        if begin < end:
+            kept.write(self._lease.tables[0], begin, self.scores[begin - first : end - first])
+            self._scores_kept = end
 
     def segment(self, n: int) -> Segment:
         """Returns the next n tokens to compute, and the draft."""
