@@ -21,6 +21,7 @@ NAMES = (
     "policies",
     "agents",
     "edits",
+    "scores",
     "fleet",
     "states",
     "marks",
@@ -123,6 +124,11 @@ def _run(name: str, report: Report, options: argparse.Namespace) -> None:
         from bench import edits
 
         edits.run(edits.QUICK if report.quick else edits.Settings(), report)
+        return
+    if name == "scores":
+        from bench import scores
+
+        scores.run(scores.QUICK if report.quick else scores.Settings(), report)
         return
     if name == "fleet":
         from bench import fleet

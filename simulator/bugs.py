@@ -883,7 +883,7 @@ PYTHON: tuple[Mutant, ...] = (
     ),
     _mutant(
         "the first token without a kept score gets none", "-", "runtime/schedule/sequence.py",
-        "self.scored_from = self._scores_kept - 1", "self.scored_from = self._scores_kept",
+        "self.scored_from = first + len(self.scores) - 1", "self.scored_from = first + len(self.scores)",
         "tests/runtime/sampling/test_kept_scores.py::test_a_prompt_that_was_scored_is_found_with_its_scores",
     ),
     _mutant(

@@ -108,6 +108,15 @@ def test_a_prompt_that_was_scored_is_found_with_its_scores() -> None:
     assert bench.hit(bench.one(tokens)) == 5 * PAGE, "without scores nothing is different"
 
 
+def test_a_page_whose_beginning_was_copied_has_all_its_scores() -> None:
+    bench, shots = Bench(best=1), prompt(1, 3 * PAGE + 1)
+    one(bench, shots + prompt(2, 9))
+    for seed in range(3, 6):
+        question = shots + prompt(seed, 2 * PAGE)
+        assert one(bench, [*question, 1]) in range(3 * PAGE, 3 * PAGE + 3)
+        assert one(bench, [*question, 2, 3]) == 5 * PAGE - 1
+
+
 @pytest.mark.parametrize("budget", [64, PAGE - 1])
 @pytest.mark.parametrize("pools", POOLS)
 def test_a_prompt_that_was_computed_without_scores_is_computed_once_more(pools: str, budget: int) -> None:

@@ -155,6 +155,7 @@ class Sequence:
             OutOfPages: `drop` then releases what was taken.
         """
         self._lease, self._load = lease, load
+        self._scores_kept = lease.hit
         self.computed = lease.hit if load is None else lease.reserved
         lease.reserve(max(0, self.length - lease.reserved))
         self._checkpoints = checkpoints
@@ -278,8 +279,7 @@ class Sequence:
             return None
         first = self.request.params.first_scored
         self.scores = kept.read(lease.tables[0], first, self.tokens.known[first : lease.hit])
-        self._scores_kept = first + len(self.scores)
-        self.scored_from = self._scores_kept - 1
+        self.scored_from = first + len(self.scores) - 1
         return self.scored_from
 
     def keep_scores(self, kept: KeptScores) -> None:
