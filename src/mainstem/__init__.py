@@ -1,6 +1,7 @@
 """Mainstem: a prefix cache for LLM inference. One radix tree over paged KV memory; see `PrefixCache` and `Tree`."""
 
 from mainstem._core import LeaseCounters, TreeStats
+from mainstem.batch.order import order
 from mainstem.cache.components import Chunked, Component, Full, State, Window
 from mainstem.cache.identity import Identity
 from mainstem.cache.keys import (
@@ -97,4 +98,5 @@ __all__ = [
     "WrongOwner",
     "__version__",
     "hash_blocks",
+    "order",
 ]

@@ -29,7 +29,7 @@ LAYERS = [
     ("storage", ["storage"]),
     ("tiers", ["tiers"]),
     ("owner", ["owner"]),
-    ("cache", ["cache"]),
+    ("cache", ["cache", "batch.order", "batch.plan"]),
     ("replay", ["replay"]),
     ("watch", ["watch"]),
     ("runtime", ["runtime"]),
