@@ -80,8 +80,7 @@ def encoded(prompts: Sequence[TokenLike]) -> tuple[list[bytes], int]:
     for kind in _KINDS:
         keys: list[bytes] = []
         try:
-            for prompt in prompts:
-                keys.append(kind.encode(prompt))
+            keys.extend(kind.encode(prompt) for prompt in prompts)
         except BadTokens as error:
             failed = BadTokens(f"prompt {len(keys)}: {error}")
         else:

@@ -23,7 +23,7 @@ from numpy.typing import NDArray
 
 from mainstem.batch.order import encoded, order, shared
 from mainstem.cache.keys import TokenLike, hash_blocks
-from mainstem.errors import BadArgument, check_integer
+from mainstem.errors import BadArgument, BadTokens, check_integer
 
 _HASH_BYTES = 8
 _HEAD = struct.Struct("<qI")  # of a line in a run: its number, and the bytes of its key
@@ -34,7 +34,7 @@ _LEAST_READ = 2**12
 Line: TypeAlias = tuple[bytes, int]
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False)
 class Plan:
     """The order of a batch, and what it takes.
 
@@ -128,8 +128,12 @@ def plan_lines(
         nonlocal tokens, answers
         for number, prompt, answer in lines:
             answers += check_integer("answer", answer, 0, 2**62)
+            try:
+                key = hash_blocks(prompt, page_size, _HASH_BYTES)
+            except BadTokens as error:
+                raise BadTokens(f"prompt {number}: {error}") from None
             tokens += len(prompt)
-            yield hash_blocks(prompt, page_size, _HASH_BYTES), check_integer("number", number, 0, 2**63 - 1)
+            yield key, check_integer("number", number, 0, 2**63 - 1)
 
     with tempfile.TemporaryFile(dir=folder) as spilled, tempfile.TemporaryFile(dir=folder) as numbers:
         runs, last = _spill(keyed(), memory_bytes, spilled), b""
