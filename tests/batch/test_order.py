@@ -116,6 +116,7 @@ def test_answers_decide_between_prompts_that_share_more_than_fits() -> None:
     assert order(prompts, 3) == order(prompts) == [0, 2, 1, 3]
     assert order(prompts, 5, lengths=lengths, page_size=2) == [3, 0, 2, 1]
     assert order(prompts, 3, lengths=lengths, page_size=2) == [3, 0, 1, 2]
+    assert order([[1, 2, 3, 4], [1, 2, 9, 9], [1, 2, 3, 4]], 3, lengths=[5, 4, 3], page_size=2) == [0, 1, 2]
 
 
 def test_prompts_share_whole_pages() -> None:

@@ -43,6 +43,7 @@ def test_a_plan_counts_tokens_by_hand() -> None:
     assert (plan(prompts, 2, page_size=1).computed, plan(prompts, 2, page_size=1).least) == (9, 6)
     assert (plan(prompts, 3, page_size=2).computed, plan(prompts, 1, page_size=2).computed) == (9, 13)
     assert plan(prompts, page_size=2).least == 7
+    assert counts(plan([[5], [5 + 2**63]], page_size=1)) == (2, 2, 2, 0)
     assert counts(plan([])) == (0, 0, 0, 0)
 
 
