@@ -22,6 +22,7 @@ NAMES = (
     "agents",
     "edits",
     "scores",
+    "batch",
     "fleet",
     "states",
     "marks",
@@ -81,15 +82,15 @@ def _options() -> argparse.Namespace:
         nargs="+",
         default=[],
         metavar="FILE",
-        help="policies, agents, states: also replay these traces; fleet: these alone",
+        help="policies, agents, batch, states: also replay these traces; fleet: these alone",
     )
     parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results", help="folder for the JSON")
     parser.add_argument("--date", default=datetime.now(UTC).isoformat(timespec="seconds"), help="date for the JSON")
     options = parser.parse_args()
-    with_traces = options.trace and options.benchmarks not in (["states"], ["agents"], ["fleet"])
+    with_traces = options.trace and options.benchmarks not in (["states"], ["agents"], ["batch"], ["fleet"])
     partial = options.quick or options.only or options.systems or with_traces
     if options.record and partial:
-        allowed = "leave out --quick, --only, --systems, and --trace but for states, agents and fleet"
+        allowed = "leave out --quick, --only, --systems, and --trace but for states, agents, batch and fleet"
         parser.error(f"only whole runs are recorded: {allowed}")
     there = FLEET_PARTS if options.benchmarks == ["fleet"] else index.PARTS
     if wrong := sorted(set(options.only or ()) - set(there)):
@@ -129,6 +130,11 @@ def _run(name: str, report: Report, options: argparse.Namespace) -> None:
         from bench import scores
 
         scores.run(scores.QUICK if report.quick else scores.Settings(), report)
+    if name == "batch":
+        from bench import batch
+
+        lists = batch.QUICK if report.quick else batch.Settings()
+        batch.run(replace(lists, traces=tuple(options.trace)), report)
         return
     if name == "fleet":
         from bench import fleet

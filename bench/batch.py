@@ -13,6 +13,9 @@ from its beginning to its end and stays in the cache until it is evicted, answer
 that does not fit alone is computed, but for what the cache has of it, and is not kept. The time is counted in steps:
 each gives all that run a token. An answer that would not fit alone is cut in the cache, not in its steps.
 
+Apart from that, short batches with room for everything show how they end: their steps over the least, which is that of
+the longest answer, or of all answers with no place empty.
+
 Everything follows from the seed.
 """
 
@@ -25,6 +28,7 @@ from dataclasses import asdict, dataclass
 from functools import partial
 from itertools import product
 from pathlib import Path
+from statistics import mean
 from typing import Any
 from zlib import crc32
 
@@ -115,8 +119,11 @@ def recorded(path: str) -> Batch:
     prompts = np.split(ids, whole.offsets[1:-1])
     answers = -(-whole.output_tokens // trace.block_size)
     there = [at for at, prompt in enumerate(prompts) if len(prompt)]
-    name = Path(path).name.split(".")[0]
-    return Batch(name, [prompts[at] for at in there], [int(answers[at]) for at in there], 1, trace.block_size)
+    return Batch(_name(path), [prompts[at] for at in there], [int(answers[at]) for at in there], 1, trace.block_size)
+
+
+def _name(path: str) -> str:
+    return Path(path).name.split(".")[0]
 
 
 def _shuffled(rng: np.random.Generator, name: str, prompts: Sequence[Tokens], answers: NDArray[Any]) -> Batch:
@@ -223,6 +230,7 @@ class Settings:
         traces: files, see `mainstem.replay.readers.open`; their blocks are what is shared.
         orders: names from `ORDERS`.
         seed: of the generated batches.
+        end_size, end_running, end_seeds: size, requests at once and number of the short batches.
     """
 
     percents: tuple[float, ...] = (1, 2, 5, 10)
@@ -231,9 +239,12 @@ class Settings:
     traces: tuple[str, ...] = ()
     orders: tuple[str, ...] = tuple(ORDERS)
     seed: int = 0
+    end_size: float = 0.05
+    end_running: int = 32
+    end_seeds: int = 4
 
 
-QUICK = Settings(percents=(5, 10), size=0.05)
+QUICK = Settings(percents=(5, 10), size=0.05, end_seeds=1)
 
 
 def run(settings: Settings, report: Report) -> None:
@@ -242,21 +253,22 @@ def run(settings: Settings, report: Report) -> None:
     Raises:
         OSError, TraceError: a file cannot be read, or is not a trace.
     """
-    report.settings.update(asdict(settings))
+    report.settings.update(asdict(settings) | {"traces": [_name(path) for path in settings.traces]})
     make = [partial(each, np.random.default_rng(settings.seed), settings.size) for each in GENERATED]
     for each in (*make, *(partial(recorded, path) for path in settings.traces)):
         batch = each()
         report.progress(f"batch: {batch.name}, {len(batch.prompts):,} prompts")
         report.rows += measure(batch, settings)
-    report.more["goals"] = goals = judge(report.rows)
-    report.tables += [table(report.rows), goals_table(goals)]
+    ended = [end(make, settings) for make in GENERATED]
+    goals = judge(report.rows)
+    report.more |= {"ends": ended, "goals": goals}
+    report.tables += [table(report.rows), ends_table(ended), goals_table(goals)]
 
 
 def measure(batch: Batch, settings: Settings) -> Iterator[Row]:
     """Yields a row for each capacity, number of requests at once, and order."""
     tokens = sum(map(len, batch.prompts))
-    ample = -(-(tokens + sum(batch.answers)) // batch.page_size) + 2 * len(batch.prompts)
-    least = served(batch, OURS, ample, 1)["computed"]
+    least = served(batch, OURS, _ample(batch), 1)["computed"]
     distinct = plan(batch.prompts, page_size=1).least
     longest = max(map(len, batch.prompts))
     for percent, running in product(settings.percents, settings.running):
@@ -270,8 +282,29 @@ def measure(batch: Batch, settings: Settings) -> Iterator[Row]:
             )
 
 
+def end(make: Callable[[np.random.Generator, float], Batch], settings: Settings) -> Row:
+    """Returns by order the steps of short batches over the least, the mean of several."""
+    found: dict[str, list[float]] = {name: [] for name in settings.orders}
+    for seed in range(settings.seed, settings.seed + settings.end_seeds):
+        batch = make(np.random.default_rng(seed), settings.end_size)
+        least = max(*batch.answers, sum(batch.answers) / settings.end_running)
+        for name, ratios in found.items():
+            ratios.append(served(batch, name, _ample(batch), settings.end_running)["steps"] / least)
+    ratios_by_order = {name: mean(ratios) for name, ratios in found.items()}
+    return {"batch": batch.name, "prompts": len(batch.prompts), "running": settings.end_running, **ratios_by_order}
+
+
+def _ample(batch: Batch) -> int:
+    """Returns the pages that a cache with room for everything has."""
+    return -(-(sum(map(len, batch.prompts)) + sum(batch.answers)) // batch.page_size) + 2 * len(batch.prompts)
+
+
 def served(batch: Batch, name: str, pages: int, running: int) -> Row:
-    """Serves a batch in one order: tokens computed, steps, prompts that did not fit alone, mean of requests at once."""
+    """Serves a batch in one order.
+
+    Returns:
+        Tokens computed, steps, prompts that did not fit alone, and how many ran at once in the mean.
+    """
     cache = PrefixCache(pages, batch.page_size)
     ends: list[tuple[int, int, Lease, int]] = []  # when it ends, whose it is, and the tokens of its answer
     now = computed = alone = busy = 0
@@ -296,7 +329,7 @@ def served(batch: Batch, name: str, pages: int, running: int) -> Row:
     steps = max([now, *(end for end, *_ in ends)])
     for _, _, lease, _ in ends:
         lease.abort()
-    return {"computed": computed, "steps": steps, "alone": alone, "at_once": busy / steps}
+    return {"computed": computed, "steps": steps, "alone": alone, "at_once": busy / max(1, steps)}
 
 
 def _begun(cache: PrefixCache, prompt: Tokens, answer: int) -> Lease | None:
@@ -322,7 +355,8 @@ def judge(rows: Sequence[Row]) -> list[Row]:
     """Returns a row for each batch with a goal: what, goal, unit, measured, met."""
     return [
         {
-            "what": f"{row['batch']}, {row['running']} at once, in {row['percent']:g} %",
+            "what": f"{row['batch']}, {row['running']} at once, in {row['percent']:g} %"
+            + (f"; {row['alone']} prompts do not fit" if row["alone"] else ""),
             "goal": GOALS[row["percent"]],
             "unit": "computed over the least",
             "measured": row["ratio"],
@@ -346,4 +380,14 @@ def table(rows: Sequence[Row]) -> Table:
     for (batch, percent, running, *sizes), found in places.items():
         ratios = (f"{found[name]['ratio']:.3f}" for name in orders)
         shown.add_row(batch, f"{percent:g}", str(running), *(f"{size:,}" for size in sizes), *ratios)
+    return shown
+
+
+def ends_table(rows: Sequence[Row]) -> Table:
+    """Builds a table with a line for each short batch."""
+    orders = [key for key in rows[0] if key not in ("batch", "prompts", "running")]
+    shown = Table("batch", "prompts", "running", *orders, title="steps of short batches over the least")
+    for row in rows:
+        ratios = (f"{row[name]:.2f}" for name in orders)
+        shown.add_row(row["batch"], str(row["prompts"]), str(row["running"]), *ratios)
     return shown
