@@ -29,8 +29,8 @@ from mainstem.cache.policies import REMOVED
 ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "bench" / "results"
 PAGES = (
-    "README.md", "docs/arithmetic.md", "docs/fleet.md", "docs/gpu.md", "docs/models.md", "docs/numbers.md",
-    "docs/performance.md", "docs/planning.md", "docs/policies.md", "docs/serving.md", "docs/vllm.md",
+    "README.md", "docs/arithmetic.md", "docs/batch.md", "docs/fleet.md", "docs/gpu.md", "docs/models.md",
+    "docs/numbers.md", "docs/performance.md", "docs/planning.md", "docs/policies.md", "docs/serving.md", "docs/vllm.md",
 )  # fmt: skip
 """Pages with recorded figures."""
 MARK = re.compile(r"(<!--= (?P<what>.+?) -->)(?P<line>\n?)(?P<now>.*?)(?P<end>\n?<!--/-->)", re.DOTALL)
@@ -370,6 +370,23 @@ def _edits(records: Records) -> str:
     places = dict.fromkeys((row["edit"], row["room"]) for row in rows)
     lines = ([*place, *(cell(found.get((*place, way))) for way in ways)] for place in places)
     return _table(["changed", "room in the cache", *ways], lines)
+
+
+def _batch(records: Records) -> str:
+    """Prompt tokens computed over the least, by what the cache holds and by the order, with eight requests at once."""
+    found: dict[tuple[Any, ...], dict[str, Row]] = {}
+    for row in records["batch"]["rows"]:
+        if row["running"] == 8:
+            found.setdefault((row["batch"], f"{row['percent']:g}", f"{row['capacity']:,}"), {})[row["order"]] = row
+    lines = ([*place, *(f"{row['ratio']:.3f}" for row in own.values())] for place, own in found.items())
+    return _table(["batch", "% held", "tokens", *next(iter(found.values()))], lines)
+
+
+def _batch_ends(records: Records) -> str:
+    """Steps of short batches over the least, by order."""
+    rows, orders = records["batch"]["ends"], records["batch"]["settings"]["orders"]
+    lines = ([row["batch"], str(row["prompts"]), *(f"{row[name]:.2f}" for name in orders)] for row in rows)
+    return _table(["batch", "prompts", *orders], lines)
 
 
 def _plan(records: Records) -> str:
@@ -737,6 +754,8 @@ TABLES: Mapping[str, Callable[[Records], str]] = {
     "agents": _agents,
     "agents tails": _agents_tails,
     "edits": _edits,
+    "batch": _batch,
+    "batch ends": _batch_ends,
     "fleet": _fleet,
     "fleet goals": _fleet_goals,
     "fleet first": _fleet_first,

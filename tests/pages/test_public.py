@@ -19,7 +19,7 @@ PUBLIC = [
     "LeaseClosed", "LeaseCounters", "Load", "MainstemError", "Match", "Namespace", "NodeStats", "NodeView", "NotLocked",
     "OutOfPages", "Policy", "Pool", "PoolStats", "Prefetch", "PrefixCache", "Sealer", "Size", "Spliced", "StaleHandle",
     "State", "StorageConfig", "StorageError", "Store", "Text", "TierStats", "Tiers", "TokenKeys", "Tree", "TreeStats",
-    "TypedKeys", "Window", "WrongOwner", "__version__", "hash_blocks",
+    "TypedKeys", "Window", "WrongOwner", "__version__", "hash_blocks", "order",
 ]  # fmt: skip
 
 PROTOCOLS = (mainstem.KeyKind, Pending)  # their docstrings hold for the methods of classes that have them
