@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Sequence
 from itertools import chain, permutations
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -166,3 +169,30 @@ def test_bad_arguments_are_named(arguments: dict[str, object], named: str) -> No
 def test_what_is_no_prompt_is_named(prompt: object) -> None:
     with pytest.raises(BadTokens, match="prompt 1: "):
         order([[1], prompt])
+
+
+class Engine:
+    """An engine that answers in the order in which it is asked."""
+
+    def __init__(self) -> None:
+        self.asked: list[list[int]] = []
+
+    def get_tokenizer(self) -> Engine:
+        return self
+
+    def encode(self, text: str) -> list[int]:
+        return list(text.encode())
+
+    def generate(self, prompts: Sequence[dict[str, list[int]]], sampling_params: object) -> list[str]:
+        self.asked = [prompt["prompt_token_ids"] for prompt in prompts]
+        return [bytes(tokens).decode().upper() for tokens in self.asked]
+
+
+def test_the_page_s_example_asks_in_the_order_and_answers_in_that_of_the_prompts() -> None:
+    page = (Path(__file__).parents[2] / "docs" / "batch.md").read_text()
+    code = next(block for block in re.findall(r"```python\n(.*?)```", page, re.DOTALL) if "mainstem.order" in block)
+    names: dict[str, Any] = {}
+    exec(compile(code, "batch.md", "exec"), names)
+    engine, prompts = Engine(), ["abc", "x", "abd", "y", "abc"]
+    assert names["generate"](engine, prompts, None) == ["ABC", "X", "ABD", "Y", "ABC"]
+    assert [bytes(tokens).decode() for tokens in engine.asked] == ["abc", "abc", "abd", "x", "y"]
