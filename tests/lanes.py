@@ -256,6 +256,7 @@ LANES = (
         "vllm",
         ("tests/integrations/test_vllm.py", "tests/events/test_events_vllm.py"),
         (
+            "src/mainstem/batch/order.py",
             "src/mainstem/events/wire.py",
             "src/mainstem/integrations/block_*.py",
             "src/mainstem/integrations/files.py",

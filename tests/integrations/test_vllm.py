@@ -24,6 +24,7 @@ from rigs.vllm_process import ENVIRONMENT, PYTHON, ROOT, VLLM, EngineEnded
 from rigs.vllm_store import set_mood
 from skips import needs_vllm
 
+from mainstem import order
 from mainstem.events.wire import decode
 
 pytestmark = [
@@ -272,6 +273,21 @@ def test_requests_that_are_preempted_find_what_they_computed(llama: Path, tmp_pa
     preempted = [found for _, _, _, _, preemptions, found in matches if preemptions]
     assert len(preempted) > 4 and max(found[0] for found in preempted) >= 3 * BLOCK
     assert counts["loaded"] > 12
+
+
+def test_a_batch_in_the_order_of_its_tree_finds_all_in_a_small_cache_of_vllms_own(llama: Path, tmp_path: Path) -> None:
+    groups = [prompts(4, 3 * BLOCK, 20, seed) for seed in range(8)]
+    asked = [group[at] for at in range(4) for group in groups]
+    small = {"kv_cache_memory_bytes": 12 * BLOCK_BYTES, "max_model_len": 256, "max_num_seqs": 2}
+    with VLLM(llama, None, tmp_path / "log", **small) as engine:
+        arrived = engine.generate(asked, together=True)
+        assert engine.ask("reset", connector=False)
+        found = order(asked)
+        ordered = engine.generate([asked[at] for at in found], together=True)
+        engine.end()
+    assert [ordered[found.index(at)]["tokens"] for at in range(len(asked))] == texts(arrived)
+    assert sum(answer["cached"] for answer in ordered) == 8 * 3 * 3 * BLOCK
+    assert sum(answer["cached"] for answer in arrived) == 0
 
 
 def test_two_tensor_parallel_ranks_hit_after_a_restart_and_share_nothing_with_one(llama: Path, tmp_path: Path) -> None:
