@@ -20,8 +20,7 @@ export PIP_DISABLE_PIP_VERSION_CHECK := 1
 export TOKENIZERS_PARALLELISM := false
 
 .PHONY: help demo serve core test quick test-slow test-all nightly test-gemma test-lmcache test-sglang test-hf test-routers test-clients test-vllm test-fleet fleet-demo lint \
-	bench record bench-index bench-core bench-policies bench-agents bench-edits bench-scores bench-tiers bench-store-faults bench-engines \
-	bench record bench-index bench-core bench-policies bench-agents bench-edits bench-batch bench-tiers bench-store-faults bench-engines \
+	bench record bench-index bench-core bench-policies bench-agents bench-edits bench-scores bench-batch bench-tiers bench-store-faults bench-engines \
 	bench-models bench-plan bench-servers bench-bits bench-fleet test-gpu bench-gpu simulate simulate-campaign mutants mutants-sampled spin fuzz native coverage instructions dist test-dist stub docs pictures house clean
 help:
 	@echo "make demo    answer real prompts with a real model, cold and from the cache"
@@ -352,6 +351,7 @@ bench-edits: $(VENV)/release $(if $(findstring --quick,$(ARGS)),,$(VLLM)/ready)
 
 bench-scores: $(VENV)/release $(CLIENTS)/ready $(if $(findstring --quick,$(ARGS)),,$(VLLM)/ready)
 	$(BIN)/python -m bench scores $(ARGS)
+
 bench-batch: $(VENV)/release
 	$(BIN)/python -m bench batch $(ARGS)
 

@@ -7,6 +7,7 @@ import signal
 import sys
 from dataclasses import replace
 from datetime import UTC, datetime
+from importlib import import_module
 from pathlib import Path
 
 from rich.console import Console
@@ -109,6 +110,10 @@ def _run(name: str, report: Report, options: argparse.Namespace) -> None:
     if name == "core":
         core.run(core.QUICK if report.quick else core.Settings(), report)
         return
+    if name in ("edits", "scores", "servers", "bits"):  # need packages that not all have
+        module = import_module(f"bench.{name}")
+        module.run(module.QUICK if report.quick else module.Settings(), report)
+        return
     if name == "policies":
         from bench import policies  # needs the packages that read traces
 
@@ -121,15 +126,6 @@ def _run(name: str, report: Report, options: argparse.Namespace) -> None:
         all_jobs = agents.QUICK if report.quick else agents.Settings()
         agents.run(replace(all_jobs, traces=tuple(options.trace)), report)
         return
-    if name == "edits":
-        from bench import edits
-
-        edits.run(edits.QUICK if report.quick else edits.Settings(), report)
-        return
-    if name == "scores":
-        from bench import scores
-
-        scores.run(scores.QUICK if report.quick else scores.Settings(), report)
     if name == "batch":
         from bench import batch
 
@@ -147,16 +143,6 @@ def _run(name: str, report: Report, options: argparse.Namespace) -> None:
 
         kinds = states.QUICK if report.quick else states.Settings()
         states.run(replace(kinds, traces=tuple(options.trace)), report)
-        return
-    if name == "servers":
-        from bench import servers  # needs the packages of an HTTP client
-
-        servers.run(servers.QUICK if report.quick else servers.Settings(), report)
-        return
-    if name == "bits":
-        from bench import bits
-
-        bits.run(bits.QUICK if report.quick else bits.Settings(), report)
         return
     # The others need the runtime.
     from bench import (
