@@ -1,0 +1,1 @@
+"""Tables and numbers of the documentation, from the recorded results."""
