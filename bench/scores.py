@@ -50,7 +50,7 @@ class Settings:
     """
 
     questions: int = 500
-    few: int = 25
+    few: int = 20
     shots: int = 5
     options: int = 4
     at_once: int = 8
