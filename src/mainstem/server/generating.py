@@ -6,6 +6,7 @@ key -> body -> Generation -> the engine's requests -> submit -> events -> chunks
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import uuid
 from collections.abc import Callable, Sequence
@@ -51,6 +52,10 @@ from mainstem.server.watch.recording import Kind
 from mainstem.server.watch.tracing import Trace
 
 if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import NDArray
+
+    from mainstem.batch.lines import Line
     from mainstem.runtime.stream import Stream
 
 _COUNTS = "Count the tokens of a prompt"
@@ -129,6 +134,14 @@ class Generating:
         generation = self._read(APIS[path], body, Unheeded(tolerant=True), tenant, client, remember=False)
         tokens, namespace = self._preparation.addressed(generation, tenant if self._access.separates else None)
         return partial(self._engine.advise, "prefetch", tokens, namespace)
+
+    def prompt(self, line: Line, owner: Owner = None) -> NDArray[np.int32]:
+        """Returns the tokens of the first prompt of a batch's request; where it has none, about those of its texts."""
+        with contextlib.suppress(ApiError, MainstemError):  # it will be refused
+            if line.url in APIS:
+                generation = self.read(line.url, bytes(line.body), owner, "")
+                return self._preparation.addressed(generation, owner if self._access.separates else None)[0]
+        return self._preparation.text(bytes(line.body).decode(), special_tokens=False, parse_special=False)
 
     def give_way(self) -> None:
         """Stops what is computed ahead, because a request comes, or the engine is to drain."""
