@@ -49,8 +49,8 @@ def batch(
 ) -> None:
     """Answer a file of requests, in the order in which the fewest tokens are computed.
 
-    Each line of the file is a request by OpenAI's batch format, and each line of the output an answer. What ended early,
-    even by SIGKILL, goes on with the same command.
+    Each line of the file is a request by OpenAI's batch format, and each line of the output an answer. What ended
+    early, even by SIGKILL, goes on with the same command.
 
     Args:
         requests: File of requests, a line of JSON each: custom_id, method, url, body.

@@ -29,13 +29,14 @@ URLS = (
 """The routes that a request of a batch may be for."""
 
 _MOST_PROBLEMS = 100  # of a file, that are told
+_LONGEST_ID = 128  # characters of a custom_id
 _PREFIX = "batch_req_"
 
 
 class Line(Struct):
     """A request. `body`: its JSON."""
 
-    custom_id: Annotated[str, Meta(min_length=1)]
+    custom_id: Annotated[str, Meta(min_length=1, max_length=_LONGEST_ID)]
     method: str
     url: str
     body: msgspec.Raw
