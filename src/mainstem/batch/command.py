@@ -175,7 +175,7 @@ class _Job:
         about = [number // _TEXT_TOKEN for number in (made.tokens, made.computed, made.least)]
         self._begin(
             made,
-            lambda: to_server(url, headers, self._at_once),
+            lambda: to_server(url, headers),
             f"about {_described(about[0], about[1], about[2], made.answers)}",
         )
 
@@ -248,6 +248,7 @@ class _Job:
                     if self._why == "interrupted":
                         twice = True
                         group.cancel_scope.cancel()
+                        return
                     self._why = "interrupted"
                     say("requests under way are answered; a second Ctrl-C stops at once")
 

@@ -6,10 +6,13 @@ batch stops, and goes on another time. Any other answer is kept, whatever it say
 
 from __future__ import annotations
 
+import asyncio
+import threading
 import time
 import urllib.error
 import urllib.request
 from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from http.client import HTTPException
 from typing import Any, NamedTuple
@@ -223,15 +226,13 @@ def _said(reply: Reply) -> str:
 # ---- a server, and an application in this process
 
 
-def to_server(url: str, headers: Mapping[str, str], at_once: int) -> Send:
-    """Returns what sends requests to a server.
+def to_server(url: str, headers: Mapping[str, str]) -> Send:
+    """Returns what sends requests to a server, each on a thread of its own, which ends with the process.
 
     Args:
         url: of the server; http or https.
         headers: of each request, besides its type.
-        at_once: how many it sends at most at the same time.
     """
-    limiter = anyio.CapacityLimiter(at_once)
 
     def post(path: str, body: bytes) -> Reply:
         request = urllib.request.Request(url + path, body, {"Content-Type": "application/json", **headers})
@@ -245,7 +246,24 @@ def to_server(url: str, headers: Mapping[str, str], at_once: int) -> Send:
             raise OSError(f"{type(error).__name__}: {error}") from error
 
     async def send(path: str, body: bytes) -> Reply:
-        return await anyio.to_thread.run_sync(post, path, body, abandon_on_cancel=True, limiter=limiter)
+        loop = asyncio.get_running_loop()
+        reply: asyncio.Future[Reply] = loop.create_future()
+
+        def done(take: Callable[[Any], None], what: object) -> None:
+            if not reply.done():  # else nobody waits any more
+                take(what)
+
+        def work() -> None:
+            answer: tuple[Callable[[Any], None], object]
+            try:
+                answer = reply.set_result, post(path, body)
+            except Exception as error:  # noqa: BLE001  # the caller gets it
+                answer = reply.set_exception, error
+            with suppress(RuntimeError):  # the loop is closed
+                loop.call_soon_threadsafe(done, *answer)
+
+        threading.Thread(target=work, daemon=True).start()
+        return await reply
 
     return send
 
