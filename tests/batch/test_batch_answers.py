@@ -10,7 +10,7 @@ from typing import Any
 
 import msgspec
 import pytest
-from test_lines import line, written
+from test_batch_lines import line, written
 
 from mainstem.batch.answers import Answers, Failure, Response
 from mainstem.batch.lines import Requests

@@ -10,9 +10,10 @@ import sys
 import threading
 from collections import Counter
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from datetime import datetime
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from inspect import signature
 from pathlib import Path
 from typing import Any
 
@@ -62,7 +63,8 @@ class Asked:
                 self.send_response(400 if body["seed"] == 13 else 200)
                 self.send_header("Content-Length", str(len(answer)))
                 self.end_headers()
-                self.wfile.write(answer)
+                with suppress(BrokenPipeError):  # it was killed
+                    self.wfile.write(answer)
 
             def log_message(self, *given: object) -> None:
                 pass
@@ -114,7 +116,7 @@ def test_each_request_is_answered(tmp_path: Path, asked: Asked, capsys: pytest.C
         assert len(answers(tmp_path)) == 20
         assert asked.keys == {"Bearer secret"}
         said = capsys.readouterr().err
-        assert "20 requests: about " in said
+        assert "about 1,250 prompt tokens, of which 338 are computed (at least 338), and at most 210 of answers" in said
         assert (
             "all 20 requests are answered, 1 of them with an error; this run had 200 prompt tokens, of which 40" in said
         )
@@ -210,6 +212,10 @@ def test_a_server_that_is_gone_ends_it_and_it_goes_on_later(
     with asked.listening(int(server.partition(":")[2])) as server:
         assert main(arguments(tmp_path, server)) == 0
     assert len(answers(tmp_path)) == 20
+
+
+def test_a_server_is_waited_for_for_five_minutes() -> None:
+    assert signature(command.batch.default_command).parameters["retry_s"].default == 300.0
 
 
 def test_it_stops_after_so_many_tokens(tmp_path: Path, asked: Asked, capsys: pytest.CaptureFixture[str]) -> None:

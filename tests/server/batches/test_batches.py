@@ -8,12 +8,15 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import anyio
+import msgspec
 import pytest
 from machine import eventually
 from rigs.app_client import error_of
 from rigs.fake_engine import FakeEngine
 from starlette.testclient import TestClient
 
+from mainstem.batch.answers import Answer, Failure, Response
 from mainstem.errors import BadArgument
 from mainstem.runtime.request import LOWEST_PRIORITY
 from mainstem.server.app import create_app
@@ -280,13 +283,13 @@ def test_a_key_has_so_many_bytes(tmp_path: Path) -> None:
 
 
 def test_a_batch_whose_answers_do_not_fit_fails_and_keeps_what_does(tmp_path: Path) -> None:
-    with serving(tmp_path, batch_bytes=20000) as server:
+    with serving(tmp_path, batch_bytes=22000) as server:
         batch = ran(server, *(line(f"r{i}") for i in range(60)))
         assert batch["status"] == "failed"
         assert "--batch-bytes" in batch["errors"]["data"][0]["message"]
         good = content(server, batch["output_file_id"])
         assert 0 < len(good) == batch["request_counts"]["completed"] < 60
-    assert sum(path.stat().st_size for path in tmp_path.iterdir()) < 20000
+    assert sum(path.stat().st_size for path in tmp_path.iterdir()) < 22000
 
 
 def test_many_batches_of_one_file_are_bounded(tmp_path: Path) -> None:
@@ -366,15 +369,37 @@ def test_sizes_are_those_of_the_files(tmp_path: Path) -> None:
     kept.check()
 
 
-def test_requests_of_a_batch_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    most, running = [0], [0]
+def test_eight_requests_of_all_batches_run_at_once(tmp_path: Path) -> None:
+    most = [0]
 
     class Engine(FakeEngine):
         def submit(self, *given: Any, **options: Any) -> Any:
-            running[0] = 1 + sum(not stream.ended for stream in self.streams)
-            most[0] = max(most[0], running[0])
+            most[0] = max(most[0], 1 + sum(not stream.ended for stream in self.streams))
             return super().submit(*given, **options)
 
-    with serving(tmp_path, Engine(step_s=0.01)) as server:
-        ran(server, *(line(f"r{i}") for i in range(40)))
-    assert most[0] == batches._AT_ONCE == 8
+    with serving(tmp_path, Engine(step_s=0.01), api_key=("a", "b")) as server:
+        content = b"".join(line(f"r{i}") for i in range(40))
+        ids = {headers["Authorization"]: begin(server, upload(server, content, headers).json()["id"], headers)
+               for headers in (A, B)}  # fmt: skip
+        for key, batch in ids.items():
+            assert ended(server, batch.json()["id"], {"Authorization": key})["status"] == "completed"
+    assert most[0] == 8
+
+
+def test_a_line_has_room_for_the_longest_id_and_error() -> None:
+    id, message = "\1" * 128, "\1" * 250
+    answer = Answer("batch_req_" + "0" * 32, id, Response(200, "0" * 128, msgspec.Raw(b"")), Failure("x" * 32, message))
+    assert 2000 < len(msgspec.json.encode(answer)) < batches._LINE_BYTES == 4096
+
+
+def test_a_new_batch_is_looked_for_ten_times_a_second(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    slept, kept = list[float](), shelf.Shelf(tmp_path, 1 << 20, 100.0, lambda: 0.0)
+
+    async def sleep(seconds: float) -> None:
+        slept.append(seconds)
+        raise StopAsyncIteration
+
+    monkeypatch.setattr(anyio, "sleep", sleep)
+    with pytest.raises(ExceptionGroup):
+        anyio.run(batches.Batches(kept, lambda owner: None, lambda: 0.0, lambda: False).run)
+    assert slept == [0.1]

@@ -31,7 +31,7 @@ from mainstem.server.batches.shelf import BatchError, BatchErrors, BatchObject, 
 log = logging.getLogger(__name__)
 
 _AT_ONCE = 8  # requests of all batches that are in the engine
-_LINE_BYTES = 1024  # of an answer, at most, besides its body
+_LINE_BYTES = 4096  # of an answer, at most, besides its body
 _LOOK_S = 0.1  # between two looks for new batches
 
 _LEFT_OUT = {

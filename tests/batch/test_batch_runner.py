@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 import json
+import urllib.request
 from collections.abc import Awaitable, Callable
+from http.client import HTTPException
 from pathlib import Path
 from typing import Any
 
 import anyio
 import pytest
-from test_lines import line, written
+from test_batch_lines import line, written
 
 from mainstem.batch import runner
 from mainstem.batch.answers import Failure, Response
 from mainstem.batch.lines import Requests
-from mainstem.batch.runner import Reply, Runner, ServerGone, Totals, to_app
+from mainstem.batch.runner import Reply, Runner, ServerGone, Totals, to_app, to_server
 from mainstem.errors import MainstemError
 
 OK = Reply(200, "r", b'{"usage": {"prompt_tokens": 10, "completion_tokens": 2}}')
@@ -222,3 +224,16 @@ def test_an_application_is_asked_without_a_socket() -> None:
         await send({"type": "http.response.body", "body": message["body"]})
 
     assert anyio.run(to_app(app, {"x": "y"}, {"a": 1}), "/v1", b"!") == Reply(201, "me", b"/v1!")
+
+
+def test_a_server_has_an_hour_for_an_answer(monkeypatch: pytest.MonkeyPatch) -> None:
+    waits = list[float]()
+
+    def urlopen(request: Any, timeout: float) -> Any:
+        waits.append(timeout)
+        raise HTTPException("broken")
+
+    monkeypatch.setattr(urllib.request, "urlopen", urlopen)
+    with pytest.raises(OSError, match="HTTPException: broken"):
+        anyio.run(to_server("http://127.0.0.1:1", {}), "/v1", b"{}")
+    assert waits == [3600.0]
