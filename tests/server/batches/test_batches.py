@@ -377,8 +377,8 @@ def test_eight_requests_of_all_batches_run_at_once(tmp_path: Path) -> None:
             most[0] = max(most[0], 1 + sum(not stream.ended for stream in self.streams))
             return super().submit(*given, **options)
 
-    with serving(tmp_path, Engine(step_s=0.01), api_key=("a", "b")) as server:
-        content = b"".join(line(f"r{i}") for i in range(40))
+    with serving(tmp_path, Engine(step_s=0.05), api_key=("a", "b")) as server:
+        content = b"".join(line(f"r{i}") for i in range(20))
         ids = {headers["Authorization"]: begin(server, upload(server, content, headers).json()["id"], headers)
                for headers in (A, B)}  # fmt: skip
         for key, batch in ids.items():
