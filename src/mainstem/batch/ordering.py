@@ -37,7 +37,7 @@ def planned(
     *,
     page_size: int,
     capacity: int | None = None,
-    most_in_memory: int = 1 << 26,
+    most_in_memory: int = 1 << 24,
     read: Callable[[int], object] = lambda count: None,
 ) -> Plan:
     """Plans requests. Those of a large file are sorted on the disk, and not by their answers.

@@ -40,6 +40,9 @@ def serving(
     made = ServerConfig(precompute_turns=0.0, batch=BatchConfig(batch_folder=folder, **given), **config)
     with TestClient(create_app(engine or FakeEngine(), made, now=now)) as server:
         yield server
+    left = shelf.Shelf(folder, 1 << 40, 1e9, lambda: 0.0)
+    left.check()
+    left.close()
 
 
 def upload(server: TestClient, content: bytes, headers: Any = None, **fields: Any) -> Any:
@@ -239,6 +242,17 @@ def test_a_batch_is_cancelled(tmp_path: Path) -> None:
         assert {each["error"]["code"] for each in bad.values()} == {"batch_cancelled"}
         assert error_of(server.post(f"/v1/batches/{id}/cancel"), 409)["code"] == "batch_ended"
         assert server.delete(f"/v1/files/{file}").status_code == 200
+
+
+def test_a_batch_that_waits_for_another_is_cancelled_at_once(tmp_path: Path) -> None:
+    with serving(tmp_path, FakeEngine(step_s=0.2)) as server:
+        file = upload(server, b"".join(line(f"r{i}") for i in range(200))).json()["id"]
+        first, second = (begin(server, file).json()["id"] for _ in range(2))
+        eventually(lambda: server.get(f"/v1/batches/{first}").json()["status"] == "in_progress", 30)
+        assert server.get(f"/v1/batches/{second}").json()["status"] == "validating"
+        server.post(f"/v1/batches/{second}/cancel")
+        assert len(content(server, ended(server, second)["error_file_id"])) == 200
+        assert server.get(f"/v1/batches/{first}").json()["status"] == "in_progress"
 
 
 @pytest.mark.parametrize(("passed_s", "status"), [(86399, "completed"), (86400, "expired")])

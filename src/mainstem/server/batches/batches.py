@@ -58,17 +58,19 @@ class Batches:
         draining: Callable[[], bool],
     ) -> None:
         self._shelf, self._sender, self._now, self._draining = shelf, sender, now, draining
-        self._live: dict[str, _Run] = {}  # by owner
+        self._live: dict[str, _Run] = {}  # by the id of the batch
         self._sending = anyio.CapacityLimiter(_AT_ONCE)
 
     async def run(self) -> None:
         """Runs batches until it is cancelled."""
         async with anyio.create_task_group() as group:
             while True:
-                for owner, batch in self._shelf.unfinished():
-                    if owner not in self._live and not self._draining():
-                        self._live[owner] = _Run(self._shelf, owner, batch, self._now, self._draining)
-                        group.start_soon(self._run, owner)
+                for owner, batch in [] if self._draining() else self._shelf.unfinished():
+                    busy = any(run.owner == owner for run in self._live.values())
+                    ends = batch.cancelling_at is not None or self._now() >= batch.expires_at
+                    if batch.id not in self._live and (ends or not busy):
+                        self._live[batch.id] = _Run(self._shelf, owner, batch, self._now, self._draining)
+                        group.start_soon(self._run, batch.id)
                 await anyio.sleep(_LOOK_S)
 
     def cancel(self, owner: str, batch: BatchObject) -> BatchObject:
@@ -78,22 +80,22 @@ class Batches:
             self._shelf.put(owner, batch)
         return batch
 
-    def counted(self, owner: str, batch: BatchObject) -> BatchObject:
+    def counted(self, batch: BatchObject) -> BatchObject:
         """Returns a batch with the counts of this moment."""
-        run = self._live.get(owner)
-        if run is not None and run.batch is batch:
+        if (run := self._live.get(batch.id)) is not None:
             run.count()
         return batch
 
-    async def _run(self, owner: str) -> None:
-        run, sends = self._live[owner], self._sender(owner)
+    async def _run(self, id: str) -> None:
+        run = self._live[id]
+        sends = self._sender(run.owner)
         try:
             await run.run(None if sends is None else partial(self._send, sends))
         except Exception:  # of one batch; others go on
-            log.exception("batch %s failed", run.batch.id)
+            log.exception("batch %s failed", id)
             run.fail([BatchError("server_error", "The server had an error while running the batch.")])
         finally:
-            del self._live[owner]
+            del self._live[id]
 
     async def _send(self, send: Send, path: str, body: bytes) -> Reply:
         async with self._sending:
@@ -117,7 +119,8 @@ class _Run:
         now: Callable[[], float],
         draining: Callable[[], bool],
     ) -> None:
-        self._shelf, self._owner, self.batch, self._now, self._draining = shelf, owner, batch, now, draining
+        self._shelf, self._now, self._draining = shelf, now, draining
+        self.owner, self.batch = owner, batch
         self._good: Answers | None = None
         self._bad: Answers | None = None
 
@@ -131,10 +134,10 @@ class _Run:
                 await self._answer(requests, send)
                 if not self._draining():
                     await anyio.to_thread.run_sync(self._end, requests)
-            except BadBatch as error:
-                self.fail([BatchError(code, message, line) for line, code, message in error.problems])
             except (MainstemError, OSError) as error:
-                self.fail([BatchError("batch_failed", str(error))])
+                problems = error.problems if isinstance(error, BadBatch) else []
+                errors = [BatchError(code, message, line) for line, code, message in problems]
+                await anyio.to_thread.run_sync(self.fail, errors or [BatchError("batch_failed", str(error))])
 
     def count(self) -> None:
         """Brings the counts of the batch up to date."""
@@ -158,7 +161,7 @@ class _Run:
         self.count()
         if batch.status == "validating":
             batch.status, batch.in_progress_at = "in_progress", int(self._now())
-        self._shelf.put(self._owner, batch)
+        self._shelf.put(self.owner, batch)
         return requests
 
     async def _answer(self, requests: Requests, send: Send) -> None:
@@ -180,10 +183,10 @@ class _Run:
         answers, id = (self._good, self.batch.files[1]) if good else (self._bad, self.batch.files[2])
         assert answers is not None
         size = _LINE_BYTES + (0 if response is None else len(bytes(response.body)))
-        if not self._shelf.reserve(self._owner, id, answers.size + size):
+        if not self._shelf.reserve(self.owner, id, answers.size + size):
             raise MainstemError("the files of this key are as large as they may be (option --batch-bytes)")
         answers.add(index, response, failure)
-        self._shelf.reserve(self._owner, id, answers.size)
+        self._shelf.reserve(self.owner, id, answers.size)
 
     def _end(self, requests: Requests) -> None:
         """Ends the batch: what is not answered has an error."""
@@ -208,15 +211,15 @@ class _Run:
             size = path.stat().st_size if path.exists() else 0
             shown.append(id if size else None)
             if size:
-                self._shelf.put(self._owner, self._file(id, size, f"{batch.id}_{words}.jsonl", now))
+                self._shelf.put(self.owner, self._file(id, size, f"{batch.id}_{words}.jsonl", now))
             else:
-                self._shelf.forget(self._owner, id)
+                self._shelf.forget(self.owner, id)
         batch.output_file_id, batch.error_file_id = shown
         batch.status = status
         if status in ("completed", "expired"):
             batch.finalizing_at = now
         setattr(batch, f"{status}_at", now)
-        self._shelf.put(self._owner, batch)
+        self._shelf.put(self.owner, batch)
 
     def _file(self, id: str, size: int, name: str, now: int) -> FileObject:
         return FileObject(

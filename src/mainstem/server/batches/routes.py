@@ -204,10 +204,10 @@ class BatchRoutes:
         return made
 
     def _list(self, shelf: Shelf, owner: str, query: Any) -> Page:
-        return _page([self.batches.counted(owner, each) for each in shelf.objects(owner, BatchObject)], query)
+        return _page([self.batches.counted(each) for each in shelf.objects(owner, BatchObject)], query)
 
     def _batch(self, shelf: Shelf, owner: str, id: str) -> BatchObject:
-        return self.batches.counted(owner, _found(shelf.get(owner, id, BatchObject), id))
+        return self.batches.counted(_found(shelf.get(owner, id, BatchObject), id))
 
     def _cancel(self, shelf: Shelf, owner: str, id: str) -> BatchObject:
         batch = self._batch(shelf, owner, id)

@@ -14,6 +14,7 @@ import os
 import secrets
 import threading
 from collections.abc import Callable
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -126,12 +127,15 @@ class Shelf:
         self._lock = threading.Lock()  # guards all below
         self._records: dict[str, _Record] = {}  # by id, the oldest first
         self._sizes: dict[str, dict[str, int]] = {}  # by owner and id
+        self._looked_at = -1  # the second in which it last looked for what is to be deleted
         try:
-            folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-            self._held = os.open(folder / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
-            fcntl.flock(self._held, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            self.secret = self._secret()
-            self._load()
+            with ExitStack() as undo:
+                folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+                self._held = undo.enter_context(open(folder / "lock", "a"))
+                fcntl.flock(self._held, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                self.secret = self._secret()
+                self._load()
+                undo.pop_all()
         except BlockingIOError:
             raise BadArgument("batch_folder", str(folder), "a folder that no other server uses") from None
         except (OSError, msgspec.DecodeError) as error:
@@ -139,7 +143,7 @@ class Shelf:
 
     def close(self) -> None:
         """Lets another server use the folder."""
-        os.close(self._held)
+        self._held.close()
 
     def path(self, id: str) -> Path:
         """Returns where the content of a file is."""
@@ -253,6 +257,9 @@ class Shelf:
         return [pair for pair in found if isinstance(pair[1], BatchObject) and pair[1].ended_at is None]
 
     def _expire(self) -> None:
+        if int(self._now()) == self._looked_at:  # each answer of a batch comes here
+            return
+        self._looked_at = int(self._now())
         needed = {id for _, batch in self._unfinished() for id in batch.files}
         for id, record in list(self._records.items()):
             kept = record.object
