@@ -18,7 +18,7 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from statistics import median, quantiles
+from statistics import quantiles
 from typing import Any
 
 import httpx
@@ -108,18 +108,19 @@ def measure(url: str, turns: int) -> dict[str, Any]:
             http.post(f"/v1/batches/{id}/cancel")
             while http.get(f"/v1/batches/{id}").json()["status"] != "cancelled":
                 time.sleep(0.1)
-        print(number, {key: f"{median(each):.3f} {p99(each):.3f}" for key, each in times.items() if each}, flush=True)
+        print(number, {key: percentiles(each) for key, each in times.items() if each}, flush=True)
     return {
         "requests": len(times[True]), "answered": answered,
         **{f"{name}_{what}": each for what, way in (("alone", False), ("beside", True))
-           for name, each in (("p50_s", median(times[way])), ("p99_s", p99(times[way])))},
-        "ratio": p99(times[True]) / p99(times[False]),
+           for name, each in zip(("p50_s", "p90_s", "p99_s"), percentiles(times[way]), strict=True)},
+        "ratio": percentiles(times[True])[-1] / percentiles(times[False])[-1],
     }  # fmt: skip
 
 
-def p99(times: Sequence[float]) -> float:
-    """Returns the 99th percentile."""
-    return quantiles(times, n=100, method="inclusive")[98]
+def percentiles(times: Sequence[float]) -> list[float]:
+    """Returns the 50th, 90th and 99th percentile."""
+    found = quantiles(times, n=100, method="inclusive")
+    return [round(found[at - 1], 4) for at in (50, 90, 99)]
 
 
 def main() -> None:

@@ -276,15 +276,15 @@ def test_what_nobody_waits_for_is_computed_32_tokens_at_a_time() -> None:
     assert bench.ghost.forwards == [[32], [32], [16], [80]]
 
 
-def test_what_nobody_waits_for_computes_nothing_before_a_first_token() -> None:
+def test_what_nobody_waits_for_computes_nothing_while_somebody_waits() -> None:
     bench = Bench(token_budget=8)
     batch = [bench.add(prompt(i, 3), max_tokens=30, ignore_eos=True, priority=LOWEST_PRIORITY) for i in range(2)]
     bench.step(2)
     asked = bench.add(prompt(9, 20), max_tokens=3, ignore_eos=True)
     late = bench.add(prompt(5, 3), max_tokens=3, priority=LOWEST_PRIORITY)
     begun = len(bench.ghost.forwards)
-    bench.step(4)
-    assert bench.ghost.forwards[begun:] == [[8], [8], [4], [1, 1, 1, 3]]
+    bench.step(6)
+    assert bench.ghost.forwards[begun:] == [[8], [8], [4], [1], [1], [1, 1, 3]]
     bench.run_and_flush()
     assert all(bench.ended(id) for id in (*batch, asked, late))
     bench.assert_complete()

@@ -24,8 +24,8 @@ none: a state cannot go back.
 request hits nothing, and waits for nobody, unless scores are kept beside pages (`memory.scores`). What it computes is
 published as usual. The rows of logits in a step are bounded.
 
-**The lowest priority** is that of requests that nobody waits for, such as those of batches. While another one has no
-token yet, they compute nothing; and they are the first to be preempted, also for its slot.
+**The lowest priority** is that of requests that nobody waits for, such as those of batches. They compute nothing while
+there is another one, and are the first to be preempted, also for its slot.
 
 **When pages run out**, the newest running request is preempted. What it computed stays in the cache. It resumes with
 its generated tokens as part of its prompt. The oldest request always goes on, so every step makes progress.
@@ -366,9 +366,8 @@ class Scheduler:
         return False
 
     def _somebody_waits(self) -> bool:
-        """Whether a request that somebody waits for has no token yet."""
-        running = any(sequence.prefilling and not sequence.lowest for sequence in self._running.values())
-        return running or self._somebody_queues()
+        """Whether there is a request that somebody waits for."""
+        return not all(sequence.lowest for sequence in self._running.values()) or self._somebody_queues()
 
     def _somebody_queues(self) -> bool:
         return not all(sequence.lowest for sequence in self._queue.sequences.values())
