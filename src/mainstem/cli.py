@@ -38,7 +38,7 @@ from mainstem.here import check_output
 from mainstem.imports import is_missing, needs
 from mainstem.settings.engine import EngineConfig, ModelConfig, SamplingParams
 from mainstem.settings.server import ServerConfig
-from mainstem.terminal import Bars, say
+from mainstem.terminal import STAGES, Bars, say
 
 try:
     with needs("cyclopts", "cyclopts is not installed: pip install 'mainstem[cli]'"):
@@ -154,7 +154,7 @@ def _shown(argument: cyclopts.Argument) -> str:
 def _option(name: str) -> str:
     """Returns the option that sets an argument, or the argument's own name if no option does."""
     flag = f"--{name.replace('_', '-')}"
-    names = ("serve", "generate", "demo", "calibrate", "replay", "plan")
+    names = ("serve", "generate", "demo", "calibrate", "batch", "replay", "plan")
     commands = [*(app[name] for name in names), app["store"]["serve"]]
     arguments = [argument for command in commands for argument in command.assemble_argument_collection()]
     return flag if any(flag in argument.names for argument in arguments) else name
@@ -210,7 +210,7 @@ def serve(
     with ExitStack() as stack:
         listener = stack.enter_context(bind(server))
         say(f"starting to serve {_model_name(model)} at {server.host} port {listener.getsockname()[1]}")
-        bars = stack.enter_context(Bars(_STAGES, lines=True))
+        bars = stack.enter_context(Bars(STAGES, lines=True))
         running = stack.enter_context(_engine(model, load, bars, engine, adapters))
         bars.close()
         serve_http(running, server, listener)
@@ -243,7 +243,7 @@ def generate(
       mainstem generate --no-chat --temperature 0.8 --seed 7 "Once upon a time"
     """
     texts = _texts(prompt, file)
-    with Bars(_STAGES) as bars, _engine(model, load, bars) as engine:
+    with Bars(STAGES) as bars, _engine(model, load, bars) as engine:
         streams = _submit_all(engine, [text for _, text in texts], sampling, chat, bars)
         for (name, _), stream in zip(texts, streams, strict=True):
             if json:
@@ -281,7 +281,7 @@ def demo(
     if story == "agents" and prefix_tokens is not None:
         raise BadArgument("prefix_tokens", prefix_tokens, "left out with --story agents")
     report: Report | AgentReport
-    with Bars(_STAGES) as bars, _engine(model, load, bars) as engine:
+    with Bars(STAGES) as bars, _engine(model, load, bars) as engine:
         import torch
 
         from mainstem import demo as demonstration
@@ -327,7 +327,7 @@ def calibrate(
     check_output("out", out, text)
     if not 1 <= ratio <= 1000:
         raise BadArgument("ratio", ratio, "1 to 1000")
-    with Bars(_STAGES) as bars:
+    with Bars(STAGES) as bars:
         bars.update("import", 0, 0)
         from mainstem.runtime.models.calibration import calibrate as find
         from mainstem.runtime.models.calibration import tokens_of
@@ -372,6 +372,9 @@ def _model_name(model: str | None) -> str:
 
 
 # These commands import their modules only when they run.
+app.command(
+    "mainstem.batch.command:batch", name="batch", help="Answer a file of requests, computing as little as can be."
+)
 app.command("mainstem.fleet.commands:fleet", name="fleet", help="Run many engines at one address, with Ray Serve.")
 app.command("mainstem.owner.commands:store", name="store", help="Hold a store for all processes on this machine.")
 app.command(
@@ -476,21 +479,6 @@ def _check(finish_reason: str | None, error: str | None) -> None:
 
 def _to_json(value: object) -> str:
     return dumps(value, ensure_ascii=False)
-
-
-_STAGES = {
-    "import": "importing PyTorch and transformers",
-    "download": "downloading the model",
-    "convert": "converting the model",
-    "load": "loading the model",
-    "quantize": "quantizing its weights",
-    "test": "allocating memory for KV, testing the model over it",
-    "tiers": "allocating host memory, opening storage",
-    "measure": "measuring how fast the model computes, to compare with storage",
-    "adapters": "loading adapters",
-    "calibrate": "reading the text",
-}
-"""Descriptions of the stages of a start; a stage that is not here is shown by its name."""
 
 
 if __name__ == "__main__":

@@ -15,6 +15,22 @@ if TYPE_CHECKING:
 
 _FILE_WIDTH = 160  # of tables that are not printed to a terminal
 
+STAGES = {
+    "import": "importing PyTorch and transformers",
+    "download": "downloading the model",
+    "convert": "converting the model",
+    "load": "loading the model",
+    "quantize": "quantizing its weights",
+    "test": "allocating memory for KV, testing the model over it",
+    "tiers": "allocating host memory, opening storage",
+    "measure": "measuring how fast the model computes, to compare with storage",
+    "adapters": "loading adapters",
+    "calibrate": "reading the text",
+    "read": "reading the requests",
+    "answer": "answering",
+}
+"""Descriptions of the stages of a command; a stage that is not here is shown by its name."""
+
 
 class Bars:
     """Progress bars on standard error, one per stage. Without a terminal: a line per stage, or nothing.

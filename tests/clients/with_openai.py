@@ -1,9 +1,10 @@
-"""The openai client: chats, tools, structured output, completions, Responses, caching, errors."""
+"""The openai client: chats, tools, structured output, completions, Responses, caching, batches, errors."""
 
 from __future__ import annotations
 
 import json
 import sys
+import time
 from typing import Any, Literal
 
 import openai
@@ -117,12 +118,48 @@ def caching() -> None:
     assert hit.prompt_cache_diagnostics["type"] == "cache_hit"
 
 
+def files_and_batches() -> None:
+    fields: Any = {"method": "POST", "url": "/v1/chat/completions"}
+    bodies = [{"model": MODEL, "messages": ASKED, "max_tokens": 4}, {"model": "none", "messages": ASKED}]
+    lines = [json.dumps({"custom_id": f"r{i}", "body": body, **fields}) for i, body in enumerate(bodies)]
+    file = client.files.create(file=("requests.jsonl", "\n".join(lines).encode()), purpose="batch")
+    assert (file.object, file.filename, file.purpose) == ("file", "requests.jsonl", "batch")
+    assert client.files.retrieve(file.id).bytes == file.bytes
+    assert client.files.content(file.id).text == "\n".join(lines)
+    begun = client.batches.create(
+        input_file_id=file.id, endpoint="/v1/chat/completions", completion_window="24h", metadata={"of": "a test"}
+    )
+    batch = begun
+    while batch.status not in ("completed", "failed", "expired"):
+        time.sleep(0.1)
+        batch = client.batches.retrieve(begun.id)
+    assert batch.status == "completed" and batch.metadata == {"of": "a test"}, batch
+    assert batch.request_counts is not None and batch.output_file_id and batch.error_file_id
+    assert (batch.request_counts.total, batch.request_counts.completed, batch.request_counts.failed) == (2, 1, 1)
+    good, bad = (json.loads(client.files.content(id).text) for id in (batch.output_file_id, batch.error_file_id))
+    assert (good["custom_id"], good["response"]["status_code"]) == ("r0", 200)
+    assert (bad["custom_id"], bad["response"]["status_code"]) == ("r1", 404)
+    assert begun.id in [each.id for each in client.batches.list(limit=1)]
+    assert file.id in [each.id for each in client.files.list(purpose="batch")]
+    with pytest.raises(openai.ConflictError):
+        client.batches.cancel(begun.id)
+    again = client.batches.create(input_file_id=file.id, endpoint="/v1/chat/completions", completion_window="24h")
+    while again.status in ("validating", "in_progress", "finalizing", "cancelling"):
+        if again.status != "cancelling":
+            again = client.batches.cancel(again.id)
+        again = client.batches.retrieve(again.id)
+    assert again.status == "cancelled"
+    assert client.files.delete(file.id).deleted
+    with pytest.raises(openai.NotFoundError):
+        client.files.retrieve(file.id)
+
+
 def errors() -> None:
     with pytest.raises(openai.BadRequestError, match="temperature") as caught:
         client.chat.completions.create(model=MODEL, messages=ASKED, extra_body={"tempreature": 1})
     assert caught.value.param == "tempreature"
 
 
-for check in (chats, tools, structured_output, completions, responses, caching, errors):
+for check in (chats, tools, structured_output, completions, responses, caching, files_and_batches, errors):
     check()
     print(check.__name__)

@@ -32,11 +32,12 @@ LAYERS = [
     ("cache", ["cache", "batch.order", "batch.plan"]),
     ("replay", ["replay"]),
     ("watch", ["watch"]),
+    ("batch", [f"batch.{name}" for name in ("answers", "lines", "ordering", "runner")]),
     ("runtime", ["runtime"]),
     ("integrations", ["integrations", "hf"]),
     ("server", ["server"]),
     ("fleet", ["fleet"]),
-    ("cli", ["cli", "demo", "__main__"]),
+    ("cli", ["batch", "cli", "demo", "__main__"]),
 ]
 TOP = "__init__"  # `mainstem` itself re-exports the cache and everything below
 MODULES = sorted(path.relative_to(PACKAGE).with_suffix("") for path in PACKAGE.rglob("*.py"))

@@ -27,7 +27,8 @@ _MOST_OPEN = 19
 
 _ROOMS = (
     "cache", "tiers", "tiers/host", "tiers/prefetch", "tiers/storage", "storage", "storage/file", "storage/peer",
-    "events", "fleet", "fleet/front", "owner", "server/kept", "runtime/schedule", "runtime/memory", "runtime/hints",
+    "events", "fleet", "fleet/front", "owner", "server/batches", "server/kept", "runtime/schedule", "runtime/memory",
+    "runtime/hints",
 )  # fmt: skip
 _FOLDERS = ("structure", "residency", "eviction", "tree", "lease", "routing", "replay")
 _CONTAINERS = {"dict", "list", "set", "deque", "Counter", "OrderedDict", "defaultdict", "fromkeys"}

@@ -41,7 +41,11 @@ class Client:
 
 
 REAL = (
-    Client("with_openai.py", "chats tools structured_output completions responses caching errors", "sdks"),
+    Client(
+        "with_openai.py",
+        "chats tools structured_output completions responses caching files_and_batches errors",
+        "sdks",
+    ),
     Client("with_anthropic.py", "messages tools caching errors", "sdks"),
     Client("with_litellm.py", "chats tools", "sdks"),
     Client("with_langchain.py", "chats bound_tools structured_output", "sdks"),
@@ -124,8 +128,9 @@ def run(client: Client, url: str, model: str) -> None:
 
 
 @pytest.fixture(scope="module")
-def real() -> Iterator[tuple[str, str]]:
-    with real_server({"dtype": "bfloat16"}) as running:
+def real(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[str, str]]:
+    batches = str(tmp_path_factory.mktemp("batches"))
+    with real_server({"dtype": "bfloat16", "batch-folder": batches}) as running:
         yield str(running.http.base_url).rstrip("/"), running.model
 
 

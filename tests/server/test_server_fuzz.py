@@ -35,7 +35,7 @@ from mainstem.server.apis.responses.request import ResponseRequest
 from mainstem.server.app import create_app
 from mainstem.server.fields.rules import OPENAI
 from mainstem.settings.engine import EngineConfig
-from mainstem.settings.server import ServerConfig
+from mainstem.settings.server import BatchConfig, ServerConfig
 
 AT_ONCE = 16
 RULES = """
@@ -175,6 +175,9 @@ BASES: Mapping[str, Mapping[str, Any]] = {
     "/v1/cache/remove": {"model": "tiny", "prompt": "w5 w6"},
     "/v1/cache/hints": {"action": "retain", "prompt": "w5 w6", "ttl_s": 5},
     "/v1/cache/explain?route=/v1/completions": {"model": "tiny", "prompt": "w5 w6"},
+    "/v1/files": {"purpose": "batch"},
+    "/v1/batches": {"input_file_id": "file-1", "endpoint": "/v1/completions", "completion_window": "24h"},
+    "/v1/batches/{id}/cancel": {},
     "/v1/cache/flush": {},
     "/ping": {},
     "/v1/load_lora_adapter": {"lora_name": "a", "lora_path": "/nowhere"},
@@ -284,7 +287,8 @@ def is_free(engine: Engine) -> bool:
 @pytest.mark.timeout(1800)
 def test_damaged_bodies(engine: Engine, tmp_path: Path, bodies: int) -> None:
     (tmp_path / "rules.toml").write_text(RULES)
-    config = ServerConfig(embeddings=True, prompt_rules=(str(tmp_path / "rules.toml"), *own_files()))
+    rules, batch = (str(tmp_path / "rules.toml"), *own_files()), BatchConfig(batch_folder=tmp_path / "batches")
+    config = ServerConfig(embeddings=True, prompt_rules=rules, batch=batch)
     fuzzer, paths, app = Fuzzer(bodies), [*BASES], create_app(engine, config)
     made = [(path, fuzzer.body(BASES[path])) for path in (paths[n % len(paths)] for n in range(bodies))]
     seen: Counter[int] = Counter()

@@ -28,6 +28,7 @@ from mainstem.server.access.tenants import Tenancy, show_owner
 from mainstem.server.apis.rewriting import HEADER as REWRITES_HEADER
 from mainstem.server.apis.rewriting import Rewriting
 from mainstem.server.apis.tokenization import TokenRoutes
+from mainstem.server.batches.routes import BatchRoutes
 from mainstem.server.cache_routes import CacheRoutes
 from mainstem.server.fields.openapi import Operation
 from mainstem.server.fields.rules import IGNORED_HEADER, UNKNOWN_HEADER
@@ -117,7 +118,9 @@ def create_app(
         show_owner if tenancy is None else tenancy.name,
     )  # fmt: skip
     generating = app.state.generating = Generating(parts)
-    app.router.routes.extend(_routes(parts, generating, tenancy))
+    batching = BatchRoutes(parts, app)
+    app.router.lifespan_context = batching.running
+    app.router.routes.extend(_routes(parts, generating, tenancy, batching))
     app.user_middleware.extend(_middleware(config, reach))
     if prefiller is not None:
         most, ahead = config.max_body_bytes, generating.ahead
@@ -127,7 +130,9 @@ def create_app(
     return app
 
 
-def _routes(parts: Parts, generating: Generating, tenancy: Tenancy | None) -> list[Operation]:
+def _routes(
+    parts: Parts, generating: Generating, tenancy: Tenancy | None, batching: BatchRoutes
+) -> list[Operation]:  # fmt: skip
     about, page = About(parts), live.Live(parts, generating.explain)
 
     async def metrics(http: HttpRequest) -> Response:
@@ -137,6 +142,7 @@ def _routes(parts: Parts, generating: Generating, tenancy: Tenancy | None) -> li
     return [
         *generating.routes(),
         *KeptRoutes(parts, generating.responses, StoredChats(generating.kept)).routes(),
+        *batching.routes(),
         *about.routes(),
         *CacheRoutes(parts, tenancy, about, page).routes(),
         *generating.explain.routes(),

@@ -6,6 +6,7 @@ key -> body -> Generation -> the engine's requests -> submit -> events -> chunks
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import uuid
 from collections.abc import Callable, Sequence
@@ -23,7 +24,7 @@ from starlette.responses import Response
 
 from mainstem.cache.namespaces import Namespace
 from mainstem.errors import MainstemError
-from mainstem.runtime.request import Delta, Request
+from mainstem.runtime.request import LOWEST_PRIORITY, Delta, Request
 from mainstem.server import errors
 from mainstem.server.access.envelope import shown
 from mainstem.server.apis.embeddings import PATH as EMBEDDINGS
@@ -44,13 +45,17 @@ from mainstem.server.parsing.output import PlainText
 from mainstem.server.parts import Parts
 from mainstem.server.preparation import Prepared
 from mainstem.server.run import NO_BUFFER, EventStream, Run, Watcher, best, scored
-from mainstem.server.transport import json_response
+from mainstem.server.transport import BATCH, json_response
 from mainstem.server.watch.diagnosis import Fingerprint
 from mainstem.server.watch.explain import Explanations
 from mainstem.server.watch.recording import Kind
 from mainstem.server.watch.tracing import Trace
 
 if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import NDArray
+
+    from mainstem.batch.lines import Line
     from mainstem.runtime.stream import Stream
 
 _COUNTS = "Count the tokens of a prompt"
@@ -129,6 +134,14 @@ class Generating:
         generation = self._read(APIS[path], body, Unheeded(tolerant=True), tenant, client, remember=False)
         tokens, namespace = self._preparation.addressed(generation, tenant if self._access.separates else None)
         return partial(self._engine.advise, "prefetch", tokens, namespace)
+
+    def prompt(self, line: Line, owner: Owner = None) -> NDArray[np.int32]:
+        """Returns the tokens of the first prompt of a batch's request; where it has none, about those of its texts."""
+        with contextlib.suppress(ApiError, MainstemError):  # it will be refused
+            if line.url in APIS:
+                generation = self.read(line.url, bytes(line.body), owner, "")
+                return self._preparation.addressed(generation, owner if self._access.separates else None)[0]
+        return self._preparation.text(bytes(line.body).decode(), special_tokens=False, parse_special=False)
 
     def give_way(self) -> None:
         """Stops what is computed ahead, because a request comes, or the engine is to drain."""
@@ -235,6 +248,9 @@ class Generating:
         made = await anyio.to_thread.run_sync(self._preparation.prepare, generation, sharing, limiter=limiter)
         if before is not None:
             made = replace(made, requests=resumed(made.requests, before))
+        batched = BATCH in http.scope.get("state", {})
+        if batched:
+            made = replace(made, requests=_lowest(made.requests))
         asked, choices = generation.request, generation.choices
         self.explain.check(asked.explain)
         made, watchers = self.explain.follow(id, http.headers, tenant, made)
@@ -242,7 +258,8 @@ class Generating:
             watching.extend(self._watchers(asked, generation.session, request, api.kind, tenant))
         prompt_tokens = sum(len(request.tokens) for request in made.requests[::choices])
         hints = made.requests[0].hints
-        continues = not (hints.no_store or hints.one_shot)  # else nothing is kept that only a next turn would use
+        # else nothing is kept that only a next turn would use
+        continues = not (hints.no_store or hints.one_shot or batched)
         for watching in watchers if continues else ():
             watching.extend(made.turn.watchers())
         self.give_way()
@@ -312,6 +329,8 @@ class Generating:
     ) -> list[list[Delta]]:
         """Runs prompts that generate nothing, a part of them at a time; returns the events of each."""
         most, answers = min(_AT_ONCE, self._engine.config.max_waiting), list[list[Delta]]()
+        if BATCH in http.scope.get("state", {}):
+            prompts = _lowest(prompts)
         for i in range(0, len(prompts), most):
             part = prompts[i : i + most]
             self.give_way()
@@ -320,3 +339,9 @@ class Generating:
                 await run.finish(http.receive)
             answers += run.answers
         return answers
+
+
+def _lowest(requests: Sequence[Request]) -> list[Request]:
+    """Returns requests of a batch; one that stands for several choices still does."""
+    lowest = {id(each): replace(each, priority=LOWEST_PRIORITY) for each in requests}
+    return [lowest[id(each)] for each in requests]

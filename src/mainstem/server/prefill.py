@@ -35,6 +35,7 @@ from mainstem.errors import MainstemError
 from mainstem.metric import Metric
 from mainstem.server.apis.table import APIS
 from mainstem.server.errors import ApiError
+from mainstem.server.transport import BATCH
 from mainstem.settings.server import PrefillConfig
 from mainstem.storage.breaker import Breaker
 
@@ -169,7 +170,8 @@ class PrefillFirst:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Handles a request."""
         api = APIS.get(scope.get("path", ""))
-        if scope["type"] != "http" or scope["method"] != "POST" or api is None or self._draining():
+        alone = self._draining() or BATCH in scope.get("state", {})
+        if scope["type"] != "http" or scope["method"] != "POST" or api is None or alone:
             await self._app(scope, receive, send)
             return
         read, body = await _read(receive, self._most_bytes)

@@ -90,7 +90,7 @@ def _tracing(engine: Engine, config: ServerConfig) -> AbstractContextManager[Tra
 def _serve(engine: Engine, config: ServerConfig, listener: socket.socket, app: Starlette) -> None:
     # Without a log configuration of its own, uvicorn logs where the program does.
     settings = uvicorn.Config(
-        app, lifespan="off", log_config=None, server_header=False, timeout_graceful_shutdown=_GRACE_S
+        app, lifespan="on", log_config=None, server_header=False, timeout_graceful_shutdown=_GRACE_S
     )
     listener.listen()
     host = f"[{config.host}]" if ":" in config.host else config.host

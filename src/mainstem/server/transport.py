@@ -18,6 +18,12 @@ from mainstem.server.errors import ApiError
 
 Parsed = TypeVar("Parsed")
 
+FILES = "/v1/files"
+"""The route that takes files: the only one whose bodies are no JSON."""
+
+BATCH = "mainstem.batch"
+"""In the state of a request's scope, if it belongs to a batch of this server: nobody waits for its answer."""
+
 _PARSING_THREADS = 4  # JSON, templates, tokenising; more would only contend for the interpreter lock
 
 

@@ -167,6 +167,28 @@ class SavingsConfig(Settings):
         return self.watts is not None or self.price_per_hour is not None
 
 
+@dataclass(frozen=True)
+class BatchConfig(Settings):
+    """Batches of requests that clients upload, which are answered beside those that somebody waits for.
+
+    Args:
+        batch_folder: Folder of the files and batches of clients; it turns on /v1/files and /v1/batches. Its batches go
+            on after a restart.
+        batch_bytes: Maximum size of the files of one API key; 1 or more.
+        batch_age_s: Seconds after which a file, or a batch that ended, is deleted. Above 0.
+    """
+
+    batch_folder: Path | None = setting(None, instance(Path, "the path of a folder"))
+    batch_bytes: int = setting(1 << 30, integer(1, INT64_MAX), unit=SIZE)
+    batch_age_s: float = setting(7 * 86400.0, seconds(above=True))
+
+    def __post_init__(self) -> None:
+        """Checks every field, and that none is without effect."""
+        super().__post_init__()
+        if self.batch_folder is None:
+            self.refuse("--batch-folder")
+
+
 _COLLECTOR = re.compile(r"https?://[^\s/?#]+(/[^\s?#]*)?")
 
 
@@ -212,6 +234,7 @@ class ServerConfig(Settings):
         record: The recording of requests.
         prefill: The server that computes prompts.
         savings: The assumed cost of computing.
+        batch: The batches of clients.
         otlp: Address of an OpenTelemetry collector, such as http://127.0.0.1:4318. Each request is sent there as a
             trace, over OTLP/HTTP; no text is in it. Needs mainstem[otlp].
         unknown_fields: How to treat a request with a field that the server does not know. refuse: status 400; warn: it
@@ -249,6 +272,7 @@ class ServerConfig(Settings):
     record: RecordConfig = RecordConfig()
     prefill: PrefillConfig = PrefillConfig()
     savings: SavingsConfig = SavingsConfig()
+    batch: BatchConfig = BatchConfig()
     otlp: str | None = setting(
         None,
         Range("http://HOST:PORT, perhaps with a path", lambda text: bool(_COLLECTOR.fullmatch(str(text)))),

@@ -276,6 +276,57 @@ def test_what_nobody_waits_for_is_computed_32_tokens_at_a_time() -> None:
     assert bench.ghost.forwards == [[32], [32], [16], [80]]
 
 
+def test_what_nobody_waits_for_computes_nothing_while_somebody_waits() -> None:
+    bench = Bench(token_budget=8)
+    batch = [bench.add(prompt(i, 3), max_tokens=30, ignore_eos=True, priority=LOWEST_PRIORITY) for i in range(2)]
+    bench.step(2)
+    asked = bench.add(prompt(9, 20), max_tokens=3, ignore_eos=True)
+    late = bench.add(prompt(5, 3), max_tokens=3, priority=LOWEST_PRIORITY)
+    begun = len(bench.ghost.forwards)
+    bench.step(6)
+    assert bench.ghost.forwards[begun:] == [[8], [8], [4], [1], [1], [1, 1, 3]]
+    bench.run_and_flush()
+    assert all(bench.ended(id) for id in (*batch, asked, late))
+    bench.assert_complete()
+
+
+def test_what_nobody_waits_for_gives_up_its_slot() -> None:
+    bench = Bench(max_running=2)
+    batch = [bench.add(prompt(i, 3), max_tokens=30, ignore_eos=True, priority=LOWEST_PRIORITY) for i in range(2)]
+    bench.step(2)
+    asked = [bench.add(prompt(i, 3), max_tokens=3, ignore_eos=True) for i in (7, 8)]
+    bench.step(2)
+    assert [len(bench.deltas[id]) for id in asked] == [2, 1]
+    bench.run_and_flush()
+    assert all(bench.ended(id) for id in batch)
+    bench.assert_complete()
+
+
+def test_what_nobody_waits_for_gives_up_its_pages() -> None:
+    bench = Bench(pages=8, page_size=4)
+    batch = [bench.add(prompt(i, 9), max_tokens=4, ignore_eos=True, priority=LOWEST_PRIORITY) for i in range(2)]
+    bench.step()
+    asked = bench.add(prompt(9, 20), max_tokens=3, ignore_eos=True)
+    bench.step()
+    assert len(bench.deltas[asked]) == 1
+    bench.run_and_flush()
+    assert bench.scheduler.totals.preemptions >= 1
+    assert all(bench.ended(id) for id in batch)
+    bench.assert_complete()
+
+
+def test_a_request_does_not_wait_for_its_prefix_where_nobody_computes_it() -> None:
+    """A request of the lowest priority that waits itself would never publish it."""
+    bench = Bench(token_budget=8, page_size=4)
+    shared = prompt(1, 40)
+    bench.add([*shared, 1], max_tokens=1, priority=LOWEST_PRIORITY)
+    bench.step()
+    asked = bench.add([*shared, 2], max_tokens=1)
+    bench.step(6)
+    assert bench.ended(asked)
+    bench.run_and_flush()
+
+
 def test_no_more_run_than_allowed() -> None:
     bench = Bench(max_running=3)
     for i in range(8):

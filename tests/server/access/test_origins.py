@@ -261,6 +261,19 @@ def test_other_bodies_are_refused(types: list[str], length: tuple[str, str]) -> 
         assert ask(Reach("127.0.0.1", keyed=True), headers, method)[0] == 415
 
 
+def test_uploads_are_forms_of_pages_that_may_use_the_server() -> None:
+    host, length = ("host", "localhost"), ("content-length", "2")
+    form = ("content-type", "multipart/form-data; boundary=x")
+    assert ask(LOCAL, [host, length, form], "POST", path="/v1/files")[0] == 200
+    for refused in ([("content-type", "application/json")], [("content-type", "text/plain")], [], [form, form[:1] * 2]):
+        status, body = ask(LOCAL, [host, length, *refused], "POST", path="/v1/files")
+        assert (status, "a form with a file" in body["error"]["message"]) == (415, True)
+    for path in ("/v1/batches", "/v1/files/x", "/v1/completions"):
+        assert ask(LOCAL, [host, length, form], "POST", path=path)[0] == 415
+    for page in (("origin", EVIL), ("sec-fetch-site", "cross-site")):
+        assert ask(LOCAL, [host, length, form, page], "POST", path="/v1/files")[0] == 403
+
+
 def test_no_body_needs_no_type() -> None:
     for more in ([], [("content-length", "0")], [("content-type", "text/plain")]):
         assert ask(LOCAL, [("host", "localhost"), *more], "POST", path="/v1/cache/flush")[0] == 200

@@ -24,6 +24,9 @@ none: a state cannot go back.
 request hits nothing, and waits for nobody, unless scores are kept beside pages (`memory.scores`). What it computes is
 published as usual. The rows of logits in a step are bounded.
 
+**The lowest priority** is that of requests that nobody waits for, such as those of batches. They compute nothing while
+there is another one, and are the first to be preempted, also for its slot.
+
 **When pages run out**, the newest running request is preempted. What it computed stays in the cache. It resumes with
 its generated tokens as part of its prompt. The oldest request always goes on, so every step makes progress.
 
@@ -313,7 +316,7 @@ class Scheduler:
         self._sessions.close()
 
     def _preempt(self, sequence: Sequence) -> None:
-        log.info("out of pages: request %s is preempted at %d positions", sequence.id, sequence.computed)
+        log.info("request %s is preempted at %d positions", sequence.id, sequence.computed)
         sequence.keep_state()
         self._requeue(sequence)
         self.totals.preemptions += 1
@@ -339,9 +342,12 @@ class Scheduler:
         running = tuple(self._running.values())
         budget = self._limits.token_budget
         scheduled: dict[str, tuple[Sequence, int]] = {}
+        yields = self._somebody_waits()
         for sequence in sorted(running, key=lambda sequence: sequence.prefilling):
             if sequence.prefilling and budget <= 0:
                 break
+            if yields and sequence.lowest:
+                continue
             n = self._chunk(sequence, budget)
             if n and self._allocate(sequence, partial(sequence.slide, n)):
                 scheduled[sequence.id] = sequence, n
@@ -355,25 +361,44 @@ class Scheduler:
                 take()
                 return True
             except OutOfPages:
-                self._preempt(next(reversed(self._running.values())))
+                if not self._give_way():
+                    self._preempt(next(reversed(self._running.values())))
         return False
+
+    def _somebody_waits(self) -> bool:
+        """Whether there is a request that somebody waits for."""
+        return not all(sequence.lowest for sequence in self._running.values()) or self._somebody_queues()
+
+    def _somebody_queues(self) -> bool:
+        return not all(sequence.lowest for sequence in self._queue.sequences.values())
+
+    def _give_way(self) -> bool:
+        """Preempts the newest running request that nobody waits for; returns whether there was one."""
+        newest = next((sequence for sequence in reversed(self._running.values()) if sequence.lowest), None)
+        if newest is not None:
+            self._preempt(newest)
+        return newest is not None
 
     def _schedule_waiting(self, budget: int) -> list[tuple[Sequence, int]]:
         """Admits requests that can compute something in this step; returns them, and how many tokens each computes."""
         scheduled: list[tuple[Sequence, int]] = []
+        yields = self._somebody_waits()
+        if len(self._running) >= self._limits.max_running and self._somebody_queues():
+            self._give_way()
         if not self._has_room(budget):
             return scheduled
-        ranked, running = self._queue.rank(), self._running.values()
+        ranked = self._queue.rank()
         for sequence, hit in ranked:
-            if not self._has_room(budget):
+            if not self._has_room(budget) or (yields and sequence.lowest):
                 break
+            running = [other for other in self._running.values() if not (yields and other.lowest)]
             again = sequence.most_cached != 0
             if self._queue.is_deferred(sequence, hit, running) or sequence.prefetch.waits(again=again):
                 continue
             if self._blocked == (sequence.id, self._room()):
                 break
             try:
-                self._admit(sequence, budget)
+                self._admit_before_others(sequence, budget)
             except OutOfPages as error:
                 if self._running or (self._tiers is not None and self._tiers.copying):
                     self._blocked = (sequence.id, self._room())
@@ -413,6 +438,15 @@ class Scheduler:
 
     def _has_room(self, budget: int) -> bool:
         return budget > 0 and len(self._running) < self._limits.max_running
+
+    def _admit_before_others(self, sequence: Sequence, budget: int) -> None:
+        """Admits a request in the place of those that nobody waits for, as many as it takes, or raises OutOfPages."""
+        while True:
+            try:
+                return self._admit(sequence, budget)
+            except OutOfPages:
+                if sequence.lowest or not self._give_way():
+                    raise
 
     def _admit(self, sequence: Sequence, budget: int) -> None:
         """Leases the longest cached prefix and reserves pages for the rest of the prompt, or raises OutOfPages."""

@@ -112,6 +112,11 @@ class Sequence:
         return self.computed < self._prefill_end
 
     @property
+    def lowest(self) -> bool:
+        """Whether nobody waits for it."""
+        return self.request.priority == LOWEST_PRIORITY
+
+    @property
     def most_cached(self) -> int | None:
         """How much of the prompt may be cached, where something about the positions after it is left to compute.
 
@@ -173,7 +178,7 @@ class Sequence:
         """Returns how many tokens to compute next: at most the budget, except for an image that must not be split."""
         if not self.prefilling:
             return 1
-        if self.request.priority == LOWEST_PRIORITY:
+        if self.lowest:
             budget = min(budget, _LOWEST_CHUNK)
         budget = min(budget, self.uncomputed)
         if self._page_size and budget < self.uncomputed:  # a preempted request keeps its state only at a page boundary

@@ -62,6 +62,12 @@ class Access:
         """Returns the key of a tenant."""
         return None if tenant is None else self._keys[tenant]
 
+    def names(self, secret: bytes) -> dict[str, bytes | None]:
+        """Returns the tenants by names that a restart does not change, if the secret stays; None without keys."""
+        if not self._keys:
+            return {"": None}
+        return {hmac.digest(secret, key.encode(), "sha256").hex(): tenant for tenant, key in self._keys.items()}
+
     def require_admin(self, headers: Headers, *, browser: bool = False) -> None:
         """Requires the admin key, or the only API key if there is no admin key.
 

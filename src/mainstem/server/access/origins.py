@@ -6,7 +6,8 @@ requests of other clients:
     Host                     the name under which a page asks. A page that has led its own name to this machine (DNS
                              rebinding) asks under that name, and counts as the server's own in all other respects
     Origin, Sec-Fetch-Site   which page asks, and whether it is the server's own
-    Content-Type             of the types that a page may send without being allowed to (CORS), none is JSON
+    Content-Type             of the types that a page may send without being allowed to (CORS), none is JSON; uploads,
+                             which are forms, are protected by the headers above alone
 
 Sources: RFC 9110 7.2 (Host), RFC 6454 (Origin), the Fetch standard (simple requests), Fetch Metadata (Sec-Fetch-*).
 """
@@ -23,12 +24,14 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from mainstem.server.access.envelope import error_response
 from mainstem.server.errors import ApiError
+from mainstem.server.transport import FILES
 from mainstem.settings.server import ServerConfig
 from mainstem.settings.tenants import read_tenants
 
 _AUTHORITY = re.compile(r"(?:\[([\da-f.]*:[\da-f:.]+)(?:%[\w.~-]+)?\]|([\w.-]+))(?::(\d{0,5}))?", re.A | re.I)
 _ORIGIN = re.compile(r"(https?)://([^/?#@]+)", re.I)
 _JSON = re.compile(r"application/([\w.!#$&^-]+\+)?json[ \t]*(;.*)?", re.A | re.I)
+_FORM = re.compile(r"multipart/form-data[ \t]*;.*", re.A | re.I)
 _PORTS = {"http": 80, "https": 443}
 _OURS = ("same-origin", "none")  # of Sec-Fetch-Site; none: the user asks, by a bookmark or the address bar
 _MOST_SHOWN = 100  # characters of a header
@@ -103,7 +106,7 @@ class Reach:
         if not self._any_host:
             self._check_host(hosts, named, scope.get("server"))
         self._check_page(headers, named, scope.get("method", "GET"))
-        _check_type(headers)
+        _check_type(headers, _FORM if scope.get("path") == FILES else _JSON)
 
     def _check_host(self, hosts: Sequence[str], named: Authority | None, server: tuple[str, int | None] | None) -> None:
         if named is None:
@@ -160,14 +163,15 @@ def _foreign(which: str, allowed: str) -> ApiError:
     return ApiError(403, message, type="permission_error", code="origin_not_allowed")
 
 
-def _check_type(headers: Headers) -> None:
-    """Checks that the type of a body, if there is one, is JSON."""
+def _check_type(headers: Headers, allowed: re.Pattern[str]) -> None:
+    """Checks the type of a body, if there is one: JSON, but for uploads."""
     if headers.get("content-length", "0") == "0" and "transfer-encoding" not in headers:
         return
     types = headers.getlist("content-type")
-    if not types or not all(map(_JSON.fullmatch, types)):
+    if not types or not all(map(allowed.fullmatch, types)):
         but = f"not {', '.join(types)[:_MOST_SHOWN]!r}" if types else "which is missing"
-        message = f"The body must be JSON: send the header 'Content-Type: application/json', {but}."
+        words = "JSON: send the header 'Content-Type: application/json'" if allowed is _JSON else "a form with a file"
+        message = f"The body must be {words}, {but}."
         raise ApiError(415, message, code="unsupported_media_type")
 
 

@@ -1,0 +1,1 @@
+"""Files and batches, by OpenAI's API: requests that the server answers beside those that somebody waits for."""
