@@ -528,7 +528,7 @@ class Scheduler:
             kept = sequence.advance(n)
             if kept is not None:
                 self.totals.checkpoints[kept] += 1
-            if self._scores is not None and sequence.scores:
+            if self._scores is not None and sequence.scores and not sequence.generated:
                 sequence.keep_scores(self._scores)
             if was_prefilling:
                 self._outputs.progress(sequence)
