@@ -19,7 +19,7 @@ from mainstem.runtime.engine import Engine
 from mainstem.runtime.models import new_weights
 from mainstem.runtime.models.loading import LoadedModel
 from mainstem.runtime.request import Completion, Hints, Request
-from mainstem.settings.engine import EngineConfig, HostSize, SamplingParams, TierConfig
+from mainstem.settings.engine import EngineConfig, SamplingParams, TierConfig
 
 WAIT_S = patience(30)
 PROMPT = [*range(3, 40)]
@@ -68,7 +68,7 @@ def answers(engine: Engine) -> list[Any]:
     return [bits(each) for each in engine.generate([PROMPT, OTHER, PROMPT], SHOWN)]
 
 
-@pytest.mark.parametrize("family", ["llama", "gpt2", "mixtral", "qwen3_next", "bamba", "gemma3_text windowed"])
+@pytest.mark.parametrize("family", ["llama", "gpt2", "mixtral", "bamba", "gemma3_text windowed"])
 def test_after_an_update_an_engine_answers_as_one_that_began_with_those_weights(
     family: str, start: Callable[..., Engine]
 ) -> None:
@@ -222,7 +222,7 @@ def test_pages_in_storage_are_those_of_the_weights_that_computed_them(
 ) -> None:
     pytest.importorskip("blake3", reason="blake3 is not installed")
     first, second, third = (changed(with_weights("llama").model, seed) for seed in (1, 2, 3))
-    tiers = TierConfig(size=HostSize(pages=128), storage=f"file:{tmp_path}", storage_secret="s")
+    tiers = TierConfig(storage=f"file:{tmp_path}", storage_secret=b"sixteen bytes or more")
 
     def run(*updates: Weights) -> list[int]:
         engine = start(weights=first, tiers=tiers)
