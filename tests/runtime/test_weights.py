@@ -19,7 +19,7 @@ from mainstem.runtime.engine import Engine
 from mainstem.runtime.models import new_weights
 from mainstem.runtime.models.loading import LoadedModel
 from mainstem.runtime.request import Completion, Hints, Request
-from mainstem.settings.engine import EngineConfig, SamplingParams, TierConfig
+from mainstem.settings.engine import EngineConfig, SamplingParams, StorageConfig, TierConfig
 
 WAIT_S = patience(30)
 PROMPT = [*range(3, 40)]
@@ -222,7 +222,8 @@ def test_pages_in_storage_are_those_of_the_weights_that_computed_them(
 ) -> None:
     pytest.importorskip("blake3", reason="blake3 is not installed")
     first, second, third = (changed(with_weights("llama").model, seed) for seed in (1, 2, 3))
-    tiers = TierConfig(storage=f"file:{tmp_path}", storage_secret=b"sixteen bytes or more")
+    limits = StorageConfig(prefetch="wait_complete", prefetch_min_tokens=4)
+    tiers = TierConfig(storage=f"file:{tmp_path}", storage_secret=b"sixteen bytes or more", limits=limits)
 
     def run(*updates: Weights) -> list[int]:
         engine = start(weights=first, tiers=tiers)

@@ -75,9 +75,7 @@ class Versions:
             lag: how many.
         """
         self._by_group = mode == "group"
-        if mode != "group":
-            self._groups.clear()
-        begun = {*self._groups.values()}
+        begun = {*self._groups.values()} if self._by_group else set()
         self.number += 1
         self._names = {
             number: each
@@ -85,6 +83,8 @@ class Versions:
             if number in begun or (mode == "lag" and self.number - number <= lag)
         }
         self._names[self.number] = name
+        if not self._by_group:  # all begin anew
+            self._groups = OrderedDict.fromkeys(self._groups, self.number)
 
     def drop(self) -> int:
         """Removes what is not found any more; what is, of older versions, is evicted first. Returns the pages freed."""
