@@ -60,7 +60,7 @@ def test_what_older_weights_have_computed_goes_first() -> None:
 
 
 def test_what_no_version_finds_is_removed_retained_or_not() -> None:
-    cache = PrefixCache(pages=8, page_size=PAGE)
+    cache = PrefixCache(pages=64, page_size=PAGE)
     for number, namespace in enumerate(["a", of_weights("a", "w"), of_weights(Namespace(salt="s"), "v")]):
         put(cache, [number + 1] * 4, namespace)
         cache.retention.retain([number + 1] * 4, 1e9, namespace)

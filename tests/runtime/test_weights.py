@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from machine import patience
+from machine import eventually, patience
 from rigs.letters import Letters
 
 from bench.tiny_models import ALL, loaded, tiny
@@ -347,3 +347,22 @@ def test_public_prefixes_are_computed_with_the_new_weights(start: Callable[..., 
     engine.update_weights(changed(with_weights("llama").model, 1))
     request = Request(np.array(PROMPT), SHOWN, Namespace(tenant="00"))
     assert engine.submit(request).result().usage.cached_tokens == 16
+
+
+def test_an_audit_compares_only_what_the_same_weights_have_computed(
+    start: Callable[..., Engine], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = start(audit_share=1.0)
+    auditor: Any = engine._core.auditor
+    with monkeypatch.context() as patched:
+        patched.setattr(auditor, "poll", lambda: None)
+        engine.generate([PROMPT], SHOWN)
+        engine.generate([PROMPT], SHOWN)
+        engine.update_weights(changed(with_weights("llama").model, 1), mode="lag", lag=1)
+    assert engine.generate([PROMPT], SHOWN)[0].usage.cached_tokens == 36, "of the first weights"
+    engine.generate([OTHER], SHOWN)
+    engine.generate([OTHER], SHOWN)
+    eventually(lambda: auditor.idle_s is None, WAIT_S)
+    stats = auditor.stats()
+    assert stats.prefixes["dropped"] == 1 and stats.prefixes["equal"] >= 1
+    assert not any(stats.mismatches.values())
