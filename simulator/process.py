@@ -185,7 +185,7 @@ class Process:
 
     def origin_of(self, namespace: Namespace | str | None, weights: str | None = None) -> np.uint64:
         """Returns the salt of a namespace; not derived from its encoding in the tree, which is under test."""
-        return salt(self.origin, repr((namespace, weights)).encode())
+        return salt(self.origin, repr(namespace if weights is None else (namespace, weights)).encode())
 
     def longest_wait_s(self) -> float:
         """Returns how long a request that still waits may have waited for storage when the last poll began."""
