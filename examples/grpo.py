@@ -37,7 +37,7 @@ QUESTIONS = ("How many wheels has a car?", "How many days has a week?", "How man
 def main() -> int:
     options = _options()
     loaded = load_model(options.model, dtype="float32")
-    trainer = copy.deepcopy(loaded.model)  # the engine changes how its own model attends
+    trainer: Any = copy.deepcopy(loaded.model)  # the engine changes how its own model attends
     weights = [*trainer.get_decoder().layers[-1].parameters()]
     trainer.requires_grad_(False)
     for weight in weights:
@@ -58,8 +58,8 @@ def main() -> int:
             version = engine.update_weights(trainer.state_dict())
             same = same and off == 0
             print(
-                f"step {step}: reward {rewards.mean():.2f}; {computed} tokens computed in {seconds:.1f} s; scores differ "
-                f"from samples by {off:.1g}, those of PyTorch by {far:.1g}; version {version} computes now"
+                f"step {step}: reward {rewards.mean():.2f}; {computed} tokens computed in {seconds:.1f} s; scores "
+                f"differ from samples by {off:.1g}, PyTorch's by {far:.1g}; version {version} computes now"
             )
     compare(loaded, options)
     return 0 if same else 1
@@ -80,7 +80,9 @@ def train(
     """Makes one step along the advantages of a group; returns PyTorch's log-probabilities of each answer."""
     advantages = (rewards - rewards.mean()) / (rewards.std() + 1e-4)
     longest = max(len(each.tokens) for each in group)
-    rows = [[*prompt, *each.tokens, *[0] * (longest - len(each.tokens))] for each in group]  # causal: the rest is unseen
+    rows = [
+        [*prompt, *each.tokens, *[0] * (longest - len(each.tokens))] for each in group
+    ]  # causal: the rest is unseen
     logits = model(input_ids=torch.tensor(rows), logits_to_keep=longest + 1, use_cache=False).logits[:, :-1]
     chosen = torch.tensor(rows)[:, len(prompt) :, None]
     logprobs = logits.float().log_softmax(-1).gather(-1, chosen)[..., 0]

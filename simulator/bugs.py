@@ -977,13 +977,13 @@ PYTHON: tuple[Mutant, ...] = (
     ),
     _mutant(
         "what older weights have computed stays", "-", _VERSIONS,
-        "return self._cache.keep_weights(self.name, self.names)", "return 0",
+        "return self._cache.old_weights.keep(self.name, self.names)", "return 0",
         _WEIGHED + "test_nothing_of_older_weights_is_found_and_its_pages_are_free",
     ),
     _mutant(
-        "an older version is not the first to be evicted", "-", "cache/prefix_cache.py",
-        "                self._demote_all(name)\n", "                pass\n",
-        "tests/cache/test_prefix_cache_weights.py::test_what_older_weights_have_computed_goes_first",
+        "an older version is not the first to be evicted", "-", "cache/old_weights.py",
+        "                self._demote(name)\n", "                pass\n",
+        "tests/cache/test_old_weights.py::test_what_older_weights_have_computed_goes_first",
     ),
     _mutant(
         "what was drawn before the weights changed is audited", "-", _SCHEDULER,

@@ -30,12 +30,13 @@ Weights = dict[str, torch.Tensor]
 
 def changed(model: Any, seed: int) -> Weights:
     """Returns weights of the same shapes, and the same ties: each a little different."""
-    made, generator = {}, torch.Generator().manual_seed(seed)
+    generator = torch.Generator().manual_seed(seed)
+    placed: dict[object, torch.Tensor] = {}
+    made: Weights = {}
     for name, tensor in model.state_dict().items():
         noise = torch.randn(tensor.shape, generator=generator).to(tensor.dtype) / 20
-        made[tensor.data_ptr(), tensor.shape] = made.get((tensor.data_ptr(), tensor.shape), tensor + noise)
-        made[name] = made[tensor.data_ptr(), tensor.shape]
-    return {name: tensor for name, tensor in made.items() if isinstance(name, str)}
+        made[name] = placed.setdefault((tensor.data_ptr(), tensor.shape), tensor + noise)
+    return made
 
 
 def with_weights(family: str, weights: Weights | None = None) -> LoadedModel:
@@ -366,3 +367,18 @@ def test_an_audit_compares_only_what_the_same_weights_have_computed(
     stats = auditor.stats()
     assert stats.prefixes["dropped"] == 1 and stats.prefixes["equal"] >= 1
     assert not any(stats.mismatches.values())
+
+
+def test_scores_and_embeddings_that_are_under_way_begin_anew(
+    start: Callable[..., Engine], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    second = changed(with_weights("llama").model, 1)
+    for params in (
+        SamplingParams(max_tokens=0, prompt_logprobs=0, logprob_start=1),
+        SamplingParams(max_tokens=0, embedding=True),
+    ):
+        engine, request = start(token_budget=8), Request(np.array(PROMPT), params)
+        found = during(engine, request, second, monkeypatch, mode="lag", lag=1)
+        fresh = start(weights=second).submit(request).result()
+        assert [each.logprob for each in found.prompt_logprobs] == [each.logprob for each in fresh.prompt_logprobs]
+        assert found.embedding is fresh.embedding is None or np.array_equal(found.embedding, fresh.embedding)

@@ -12,7 +12,7 @@ one thread at a time, as a scheduler does.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from typing import ClassVar
@@ -26,7 +26,8 @@ from mainstem.cache.components import KINDS, Component, Full, State, Window, by_
 from mainstem.cache.expected import Expected
 from mainstem.cache.explain import Explanation, Stretch, within
 from mainstem.cache.keys import Encoded, KeyKind, KeySequence, TokenKeys, TokenLike, TypedKeys
-from mainstem.cache.namespaces import NamespaceLike, encode_namespace, split_weights
+from mainstem.cache.namespaces import NamespaceLike, encode_namespace
+from mainstem.cache.old_weights import OldWeights
 from mainstem.cache.policies import Policy
 from mainstem.cache.pool import Pool, PoolStats
 from mainstem.cache.quotas import Quotas
@@ -118,6 +119,7 @@ class PrefixCache:
         retention: what is kept for a time, or pinned.
         tenants: who shares the cache, and how much of it each has.
         expected: when prefixes are used next, as their users say.
+        old_weights: what older versions of the model's weights have computed.
         events: where events come from; None without `on_event`.
 
     Raises:
@@ -166,8 +168,7 @@ class PrefixCache:
         self.page_size, self.enabled = page_size, enabled
         self._copy_page = copy_page if tuple(sizes) == (Full(),) else None
         self._token_limit = self.tree.keys.token_limit
-        pools = tuple(self.pools.values())
-        self._on_event = on_event
+        pools, self._on_event = tuple(self.pools.values()), on_event
         self.events: Source | None = None
         self._undelivered: deque[Event] = deque()
         if on_event is not None:
@@ -188,6 +189,7 @@ class PrefixCache:
             self.tree, self._totals, retain_share, self._reserve, self.tiers, settle=self._settle
         )
         self.expected = Expected(self.tree)
+        self.old_weights = OldWeights(self.tree, self.retention, self._remove)
         self.tenants = Tenants(self.tree, self._totals, self._reserve, self.retention, self._settle)
         if quotas is not None:
             self.tenants.set_quotas(quotas)
@@ -377,22 +379,6 @@ class PrefixCache:
         """
         return self._remove({encode_namespace(namespace): self.tree.key_to_remove(tokens)})
 
-    def keep_weights(self, current: str | None, older: Collection[str | None] = ()) -> int:
-        """Goes on with a version of the weights: removes what all but these versions have computed, as `remove` does.
-
-        Args:
-            current: its name in `Namespace.weights`.
-            older: versions that stay: what they have computed is evicted first, and is retained no longer.
-
-        Returns:
-            The number of device pages that were freed.
-        """
-        versions = {name: split_weights(name)[0] for name in self.tree.core.namespaces()}
-        for name, version in versions.items():
-            if version != current and version in older:
-                self._demote_all(name)
-        return self._remove({name: b"" for name, each in versions.items() if each != current and each not in older})
-
     def _remove(self, prefixes: Mapping[bytes, bytes]) -> int:
         """Removes the prefix with the symbols of each encoded namespace; returns the device pages freed."""
         self._core.take_back()
@@ -429,13 +415,6 @@ class PrefixCache:
         if over:
             self.retention.release(nodes)
         return pages * self.page_size
-
-    def _demote_all(self, name: bytes) -> None:
-        """Makes all of an encoded namespace the first to be evicted from every tier, and ends its retentions."""
-        core, page = self.tree.core, self.tree.page_bytes
-        firsts = [key[:page] for (*_, start, _), _, _, removed, key, _ in core.nodes(name) if not (start or removed)]
-        for first in firsts:
-            self.retention.release(core.demote(name, first, self.tree.tiers))
 
     def _settle(self) -> None:
         """Evicts what owners have beyond their maxima, as far as it is not in use any more."""

@@ -88,7 +88,7 @@ class Versions:
 
     def drop(self) -> int:
         """Removes what is not found any more; what is, of older versions, is evicted first. Returns the pages freed."""
-        return self._cache.keep_weights(self.name, self.names)
+        return self._cache.old_weights.keep(self.name, self.names)
 
     def older(self, request: Request) -> list[int]:
         """Returns the older versions whose KV a request may find, the newest first.

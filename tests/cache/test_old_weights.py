@@ -51,9 +51,9 @@ def test_a_name_stands_alone() -> None:
 
 def test_what_older_weights_have_computed_goes_first() -> None:
     cache = PrefixCache(pages=6, page_size=PAGE)
-    put(cache, [1, 1, 1, 1], "a")
     put(cache, [2, 2, 2, 2], of_weights("a", "w"))
-    assert cache.keep_weights("w", [None, "w"]) == 0
+    put(cache, [1, 1, 1, 1], "a")  # used last
+    assert cache.old_weights.keep("w", [None, "w"]) == 0
     assert cache.peek([1, 1, 1, 1, 0], "a") == 4, "it is still found"
     put(cache, [3] * 8, of_weights("b", "w"))
     assert cache.peek([1, 1, 1, 1, 0], "a") == 0 and cache.peek([2, 2, 2, 2, 0], of_weights("a", "w")) == 4
@@ -64,10 +64,10 @@ def test_what_no_version_finds_is_removed_retained_or_not() -> None:
     for number, namespace in enumerate(["a", of_weights("a", "w"), of_weights(Namespace(salt="s"), "v")]):
         put(cache, [number + 1] * 4, namespace)
         cache.retention.retain([number + 1] * 4, 1e9, namespace)
-    cache.keep_weights("w", ["v"])
+    cache.old_weights.keep("w", ["v"])
     assert cache.retention.stats().prefixes == 1, "of the newest weights alone"
     found = [cache.peek([1] * 5, "a"), cache.peek([2] * 5, of_weights("a", "w"))]
     assert [*found, cache.peek([3] * 5, of_weights(Namespace(salt="s"), "v"))] == [0, 4, 4]
-    cache.keep_weights("w")
+    cache.old_weights.keep("w")
     assert cache.pool.cached == 2
     cache.check()
