@@ -52,6 +52,8 @@ _BREAKER = "storage/breaker.py"
 _TRITON = "runtime/attention/triton_attention.py"
 _RETENTION = "cache/retention.py"
 _SESSIONS = "runtime/hints/sessions.py"
+_VERSIONS, _ENGINE_CORE = "runtime/schedule/versions.py", "runtime/engine_core.py"
+_WEIGHED = "tests/runtime/test_weights.py::"
 _FEED, _REPLICA, _FRONT = "events/feed.py", "events/replica.py", "fleet/front/app.py"
 
 # fmt: off
@@ -911,6 +913,93 @@ PYTHON: tuple[Mutant, ...] = (
         "a session that was brought up in vain stays", "-", _SESSIONS,
         "self._cache.demote(session.tokens, session.namespace)", "pass",
         "tests/runtime/hints/test_sessions.py::test_a_session_that_does_not_come_goes_first",
+    ),
+    # ---------------------------------------------------------------- versions of the weights
+    _mutant(
+        "a namespace leaves out the version of the weights", "-", "cache/namespaces.py",
+        'parts.append(_field(b"w", self.weights))', "pass", "weights",
+    ),
+    _mutant(
+        "a version is named by its number", "-", _ENGINE_CORE,
+        "self.scheduler.renew(new.digest, mode, lag)",
+        "self.scheduler.renew(str(self.scheduler.versions.number), mode, lag)",
+        _WEIGHED + "test_pages_in_storage_are_those_of_the_weights_that_computed_them",
+    ),
+    _mutant(
+        "a digest leaves out the numbers", "-", "runtime/models/new_weights.py",
+        "            hasher.update(part)\n", "",
+        _WEIGHED + "test_pages_in_storage_are_those_of_the_weights_that_computed_them",
+    ),
+    _mutant(
+        "a running request goes on with KV that may not be found any more", "-", _SCHEDULER,
+        "if sequence.base in versions.older(sequence.request) and not sequence.loading:", "if not sequence.loading:",
+        "weights",
+    ),
+    _mutant(
+        "a waiting request stays in the namespace of older weights", "-", _SCHEDULER,
+        "            sequence.move(request, versions.number, base)\n",
+        "            sequence.move(sequence.request, versions.number, base)\n", "weights",
+    ),
+    _mutant(
+        "a running request keeps what other weights compute for it", "-", _SEQUENCE,
+        "            self._own = self.computed\n", "            pass\n", "weights",
+    ),
+    _mutant(
+        "a request keeps what it computes on top of other weights' KV", "-", _SEQUENCE,
+        "self._own: int | None = None if base == version else 0", "self._own: int | None = None", "weights",
+    ),
+    _mutant(
+        "a waiting request keeps what it computes on top of other weights' KV", "-", _SEQUENCE,
+        "self.version, self.base, self._own = version, base, None if base == version else 0",
+        "self.version, self.base, self._own = version, base, None", "weights",
+    ),
+    _mutant(
+        "a request that is computed again keeps what the first weights had computed", "-", _SEQUENCE,
+        "self._own = None if self._own is None else 0  # it may be computed again", "pass", "weights",
+    ),
+    _mutant(
+        "a lag is one version longer", "-", _VERSIONS,
+        "self.number - number <= lag", "self.number - number <= lag + 1", "weights",
+    ),
+    _mutant(
+        "groups outlive a strict update", "-", _VERSIONS,
+        "            self._groups = OrderedDict.fromkeys(self._groups, self.number)\n", "            pass\n", "weights",
+    ),
+    _mutant(
+        "a group finds each version with which a group began", "-", _VERSIONS,
+        "        if not self._by_group:\n            return [*self._names][-2::-1]",
+        "        if True:\n            return [*self._names][-2::-1]", "weights",
+    ),
+    _mutant(
+        "scores are read of older weights", "-", _VERSIONS,
+        "if request.params.reads_from is not None:", "if False:",
+        _WEIGHED + "test_scores_are_never_of_older_weights",
+    ),
+    _mutant(
+        "what older weights have computed stays", "-", _VERSIONS,
+        "return self._cache.old_weights.keep(self.name, self.names)", "return 0",
+        _WEIGHED + "test_nothing_of_older_weights_is_found_and_its_pages_are_free",
+    ),
+    _mutant(
+        "an older version is not the first to be evicted", "-", "cache/old_weights.py",
+        "                self._demote(name)\n", "                pass\n",
+        "tests/cache/test_old_weights.py::test_what_older_weights_have_computed_goes_first",
+    ),
+    _mutant(
+        "what was drawn before the weights changed is audited", "-", _SCHEDULER,
+        "            self._auditor.forget()\n", "            pass\n",
+        _WEIGHED + "test_an_audit_compares_only_what_the_same_weights_have_computed",
+    ),
+    _mutant(
+        "tokens are counted for the version that is newest at their end", "-", _SEQUENCE,
+        "weight_versions=tuple(self._generated.items()) or ((self.version, 0),)",
+        "weight_versions=((self.version, self.generated),)",
+        _WEIGHED + "test_a_request_that_runs_is_computed_anew_from_its_prompt_and_its_tokens",
+    ),
+    _mutant(
+        "weights that do not fit are copied in part", "-", "runtime/models/new_weights.py",
+        "    if missing := sorted(set(first.values()) - fitted.keys()):", "    if missing := [][:0]:",
+        _WEIGHED + "test_weights_that_do_not_fit_change_nothing",
     ),
 )
 

@@ -37,6 +37,7 @@ _CLASSES = {
     "hybrid": ("leases", "Hybrids", 2),
     "scheduler": ("requests", "Requests", 2),
     "hybrid-scheduler": ("requests", "HybridRequests", 1),
+    "weights": ("requests", "Weights", 1),
     "components": ("components", "Components", 1),
     "ranks": ("ranks", "Ranks", 1),
     "advice": ("advice", "Advice", 1),

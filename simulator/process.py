@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 
 from mainstem.cache.components import Attended, Chunked, Component, Full, State, Window
 from mainstem.cache.identity import Identity
-from mainstem.cache.namespaces import Namespace, encode_namespace
+from mainstem.cache.namespaces import Namespace, encode_namespace, of_weights
 from mainstem.cache.policies import BUILT_IN, NodeStats, Policy, Rank
 from mainstem.cache.pool import Pool
 from mainstem.cache.prefix_cache import PrefixCache
@@ -37,6 +37,8 @@ IDENTITY = Identity("m", "w", "f32", "none", "l", "s", "gqa", "r", "t", "TokenKe
 NAMESPACES: tuple[Namespace | str | None, ...] = (
     None, "a", Namespace(adapter="a"), Namespace(salt="a"), Namespace(adapter="a", salt="b"), Namespace(extra=("a",)),
 )  # fmt: skip
+WEIGHTS = ("w", "x", "y")
+"""What the weights of a model are called after their first change."""
 _FIELDS = (
     "model", "weights", "dtype", "quantization", "layout", "shape", "rope", "tokenizer", "symbols", "rank", "extra",
 )  # fmt: skip
@@ -110,7 +112,11 @@ class Process:
         self.asked = self.found = self.perhaps = 0
         alike = replace(identity, tp_rank=0, tp_size=1) if identity.attention == "mla" else identity
         self.origin = repr(alike).encode()
-        self._origins = {encode_namespace(each): self.origin_of(each) for each in NAMESPACES}
+        self._origins = {
+            encode_namespace(of_weights(each, weights)): self.origin_of(each, weights)
+            for each in NAMESPACES
+            for weights in (*WEIGHTS, None)
+        }
         sizes = pages if isinstance(pages, Mapping) else {Full(): pages}
         device = {row: here for row, (here, _) in sizes.items()}
         below = tuple(there for _, there in sizes.values())
@@ -177,9 +183,9 @@ class Process:
         """Returns the pools of a tier, by component."""
         return self.tiers.host_pools if tier == _HOST else tuple(self.cache.pools.values())
 
-    def origin_of(self, namespace: Namespace | str | None) -> np.uint64:
+    def origin_of(self, namespace: Namespace | str | None, weights: str | None = None) -> np.uint64:
         """Returns the salt of a namespace; not derived from its encoding in the tree, which is under test."""
-        return salt(self.origin, repr(namespace).encode())
+        return salt(self.origin, repr(namespace if weights is None else (namespace, weights)).encode())
 
     def longest_wait_s(self) -> float:
         """Returns how long a request that still waits may have waited for storage when the last poll began."""

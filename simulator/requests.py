@@ -1,29 +1,32 @@
-"""Profiles "scheduler" and "hybrid-scheduler": the real scheduler over a model that knows the content of every page.
+"""Profiles "scheduler", "hybrid-scheduler", "weights": the real scheduler over a model that knows what each page holds.
 
 Several processes share a store. Requests arrive, continue earlier ones, are cancelled; forwards fail. Every answer must
 be the one that the request gets without a cache. Once faults have stopped every request must end.
-"hybrid-scheduler" has windows, chunks and states.
+"hybrid-scheduler" has windows, chunks and states, and in "weights" the model's weights change.
 """
 
 from __future__ import annotations
 
 import random as random_module
-from collections.abc import Sequence
+from collections.abc import Sequence as AnySequence
 from dataclasses import replace
 from typing import ClassVar
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from mainstem.cache.components import Component, Full, Local, State
+from mainstem.cache.namespaces import Namespace
 from mainstem.runtime.memory.sizing import window_pages
-from mainstem.runtime.request import Delta, Request
+from mainstem.runtime.request import Delta, Hints, Request
 from mainstem.runtime.schedule.scheduler import Scheduler
+from mainstem.runtime.schedule.sequence import Sequence
 from mainstem.runtime.segments import Segment
 from mainstem.settings.engine import Limits, SamplingParams
-from simulator.ghost import POISON, fingerprints
+from simulator.ghost import POISON, Numbers, fingerprints
 from simulator.leases import Prompts
-from simulator.process import IDENTITY, NAMESPACES, Process, Sizes, draw_empty, hybrid_sizes, other_identity
+from simulator.process import IDENTITY, NAMESPACES, WEIGHTS, Process, Sizes, draw_empty, hybrid_sizes, other_identity
 from simulator.storage import Disk
 from simulator.world import World, require
 
@@ -31,6 +34,8 @@ _VOCAB = 5
 _EOS = 4
 _LETTERS = "ABCDE"
 _LOGITS = torch.eye(_VOCAB)
+MIXED = np.uint64(0x5EED5EED5EED5EED)
+"""What pages differ by that were computed on top of those of other weights."""
 
 torch.set_num_threads(1)  # tiny tensors gain nothing from threads
 
@@ -47,12 +52,43 @@ def next_token(number: np.uint64) -> int:
     return int(number >> np.uint64(40)) % _VOCAB
 
 
-def answer_of(origin: np.uint64, tokens: Sequence[int], params: SamplingParams) -> list[int]:
+def answer_of(origin: np.uint64, tokens: AnySequence[int], params: SamplingParams) -> list[int]:
     """Returns the answer to a prompt, as computed without a cache."""
     answer: list[int] = []
     while len(answer) < params.max_tokens and (params.ignore_eos or answer[-1:] != [_EOS]):
         answer.append(next_token(fingerprints(origin, [*tokens, *answer])[-1]))
     return answer
+
+
+class Versions:
+    """The weights of a process, and whose KV each request may use: what `schedule.versions` promises."""
+
+    def __init__(self) -> None:
+        self.names: list[str | None] = [None]
+        self.asked: dict[str, Request] = {}  # as they were added
+        self._rule, self._lag = "strict", 0
+        self._groups: dict[tuple[object, str], int] = {}
+
+    def add(self, name: str, request: Request) -> None:
+        """Takes a request as it was asked."""
+        self.asked[name] = request
+        if request.hints.group is not None:
+            self._groups.setdefault((request.namespace, request.hints.group), len(self.names) - 1)
+
+    def renew(self, name: str, rule: str, lag: int) -> None:
+        """Takes the next version."""
+        self.names.append(name)
+        self._rule, self._lag = rule, lag
+        if rule != "group":
+            self._groups = dict.fromkeys(self._groups, len(self.names) - 1)
+
+    def allowed(self, request: Request) -> set[str | None]:
+        """Returns the weights whose KV a request may use now."""
+        oldest = len(self.names) - 1
+        if self._rule == "lag":
+            oldest = max(0, oldest - self._lag)
+        begun = self._groups.get((request.namespace, request.hints.group or "")) if self._rule == "group" else None
+        return {*self.names[oldest:], *(() if begun is None else [self.names[begun]])}
 
 
 class GhostRunner:
@@ -68,11 +104,13 @@ class GhostRunner:
         self._process = process
         self.scheduler: Scheduler | None = None
         self.wrong: Exception | None = None
+        self.versions = Versions()
+        self._leases: dict[str, tuple[object, int]] = {}  # by request, and from where on its pages are of no version
 
     def embed(self, segment: Segment) -> None:
         """Does nothing: there are no images."""
 
-    def forward(self, segments: Sequence[Segment]) -> torch.Tensor:
+    def forward(self, segments: AnySequence[Segment]) -> torch.Tensor:
         world = self._process.world
         if world.chance(0.1) and world.fault("forward: fails"):
             raise RuntimeError("the forward failed")
@@ -82,7 +120,7 @@ class GhostRunner:
             self.wrong = error  # the scheduler would treat it as a failed forward
             raise
 
-    def _forward(self, segments: Sequence[Segment]) -> torch.Tensor:
+    def _forward(self, segments: AnySequence[Segment]) -> torch.Tensor:
         assert self.scheduler is not None
         running = {id(other._lease.page_table): other for other in self.scheduler._running.values() if other._lease}
         process, memory = self._process, self._process.memory
@@ -92,7 +130,7 @@ class GhostRunner:
             sequence = running[id(segment.tables[0])]
             text = np.concatenate([sequence.tokens.known, sequence.draft])[: segment.end]
             require(np.array_equal(text[segment.start :], segment.tokens), "tokens of another request")
-            numbers.append(fingerprints(process.origin_of(sequence.request.namespace), text))
+            numbers.append(self._numbers(sequence, segment.start, text))
         for layer in range(memory.layers):
             for segment, expected in zip(segments, numbers, strict=True):
                 if segment.arriving is not None:
@@ -111,9 +149,29 @@ class GhostRunner:
             left = expected if arrived else expected ^ POISON
             process.write(segment.tables, segment.state, segment.start, left)
             process.world.did("share", segment.start, segment.end)
-        asked = [expected[len(expected) - s.logits :] for s, expected in zip(segments, numbers, strict=True)]
-        rows = [next_token(number) for numbers_of in asked for number in numbers_of]
+        rows = []
+        for segment in segments:
+            sequence = running[id(segment.tables[0])]
+            text = np.concatenate([sequence.tokens.known, sequence.draft])[: segment.end]
+            origin = process.origin_of(self.versions.asked[sequence.id].namespace)  # of answers, whatever the weights
+            rows += [next_token(number) for number in fingerprints(origin, text)[len(text) - segment.logits :]]
         return _LOGITS[rows]
+
+    def _numbers(self, sequence: Sequence, start: int, text: NDArray[np.int32]) -> Numbers:
+        """Returns what the pages of a request hold, if they are found or computed as they should be."""
+        namespace = sequence.request.namespace
+        weights = namespace.weights if isinstance(namespace, Namespace) else None
+        request = self.versions.asked[sequence.id]
+        require(weights in self.versions.allowed(request), "STALE", sequence.id, weights)
+        if self._leases.get(sequence.id, (None, 0))[0] is not sequence._lease:
+            self._leases[sequence.id] = sequence._lease, len(sequence.tokens.ids) + 1
+        lease, mixed = self._leases[sequence.id]
+        if weights != self.versions.names[-1]:
+            mixed = min(mixed, start)
+            self._leases[sequence.id] = lease, mixed
+        numbers = fingerprints(self._process.origin_of(request.namespace, weights), text)
+        numbers[mixed:] ^= MIXED
+        return numbers
 
 
 class Server:
@@ -132,8 +190,19 @@ class Server:
 
     def add(self, name: str, request: Request) -> None:
         self.requests[name], self.answers[name] = request, []
+        self.runner.versions.add(name, request)
         self.scheduler.add(name, request)
         self.process.world.did("add", name, len(request.tokens))
+
+    def renew(self) -> None:
+        """Changes the weights of the model."""
+        random = self.process.world.random
+        how = random.choice((("strict", 0), ("group", 0), ("group", 0), ("lag", 1), ("lag", 1), ("lag", 3)))
+        name = random.choice(WEIGHTS)
+        self.runner.versions.renew(name, *how)
+        number = self.scheduler.renew(name, *how)
+        require(number == len(self.runner.versions.names) - 1, "a version is not counted", number)
+        self.process.world.did("renew", name, *how)
 
     def step(self) -> list[list[int]]:
         """Runs a step of the scheduler; returns the sequences that have ended successfully."""
@@ -257,8 +326,12 @@ class Requests:
         params = SamplingParams(max_tokens=random.randint(1, max(1, min(6, room))), ignore_eos=random.random() < 0.5)
         namespace = self.namespaces[0] if random.random() < 0.5 else random.choice(self.namespaces)
         self._added += 1
-        request = Request(np.array(tokens, np.int32), params, namespace, random.choice((0, 0, 0, 1)))
+        priority = random.choice((0, 0, 0, 1))
+        request = Request(np.array(tokens, np.int32), params, namespace, priority, hints=self._hints())
         server.add(f"r{self._added}", request)
+
+    def _hints(self) -> Hints:
+        return Hints()
 
     def _seldom(self, server: Server) -> None:
         world, random = self.world, self.world.random
@@ -313,5 +386,21 @@ class HybridRequests(Requests):
     def _seldom(self, server: Server) -> None:
         if self.world.chance(0.5):
             server.process.evict()
+        else:
+            super()._seldom(server)
+
+
+class Weights(Requests):
+    """A run of the profile "weights"."""
+
+    def _sizes(self) -> Sizes:
+        return hybrid_sizes(self.world) if self.world.random.random() < 0.3 else super()._sizes()
+
+    def _hints(self) -> Hints:
+        return Hints(group=self.world.random.choice((None, "g", "h")))
+
+    def _seldom(self, server: Server) -> None:
+        if self.world.chance(0.3):
+            server.renew()
         else:
             super()._seldom(server)

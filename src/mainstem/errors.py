@@ -159,6 +159,10 @@ class EngineFull(MainstemError):
     """Too many requests are waiting already."""
 
 
+class UpdateUnderWay(MainstemError):
+    """Another update of the model's weights has not ended."""
+
+
 class EngineClosed(MainstemError):
     """The engine accepts no more requests."""
 

@@ -23,7 +23,7 @@ BLOCKS = [
     if page.name not in NOT_RUN
     for number, code in enumerate(BLOCK.findall(page.read_text()), 1)
 ]
-WITH_A_REAL_MODEL = {"shared_store.py"}
+WITH_A_REAL_MODEL = {"grpo.py", "shared_store.py"}
 EXAMPLES = [
     pytest.param(path, id=path.name, marks=[pytest.mark.slow, pytest.mark.deadline] * (path.name in WITH_A_REAL_MODEL))
     for path in sorted((ROOT / "examples").glob("*.py"))

@@ -242,6 +242,7 @@ class FakeEngine:
         self.images: VisionStats | None = None
         self.missed: dict[str, int] = {}
         self.adapters: tuple[str, ...] = ()
+        self.updates: list[tuple[str, str, int]] = []
         self.adapter_paths: dict[str, str] = {}
         self.removed: list[tuple[list[int], Any]] = []
         self.advised: list[tuple[str, list[int], Any, float | None]] = []
@@ -349,6 +350,12 @@ class FakeEngine:
             raise BadArgument("adapter", name, "a loaded one")
         del self.adapter_paths[name]
         self.adapters = tuple(self.adapter_paths)
+
+    def update_weights(self, weights: Any, *, mode: str = "strict", lag: int = 0) -> int:
+        if not Path(weights).is_dir():
+            raise BadArgument("weights", str(weights), "a folder that is there")
+        self.updates.append((str(weights), mode, lag))
+        return len(self.updates)
 
     def tree(self) -> str:
         return "".join(f"{name}: {len(seen)} prompts\n" for name, seen in self._seen.items()) or "(empty)\n"

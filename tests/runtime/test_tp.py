@@ -28,6 +28,7 @@ from typing import Any
 import httpx
 import numpy as np
 import pytest
+import torch
 from machine import eventually, patience
 from rigs.byte_pairs import byte_pairs
 from rigs.greedy import family_of_prompts
@@ -356,6 +357,30 @@ def test_preempted_requests_resume_on_every_rank(opened: Open, folder: Folder) -
     with opened(model, 2, pages=13) as engine:  # two have room until they have a page more
         all_same(ask(engine, prompts, 20), one)
         assert engine.stats().totals.preemptions > 0
+
+
+def test_new_weights_come_to_every_rank_or_to_none(opened: Open, folder: Folder, tmp_path: Path) -> None:
+    model, other = folder("llama", **LLAMA), tiny("llama", **{"max_position_embeddings": CONTEXT, **LLAMA})
+    with torch.no_grad():
+        for weight in other.parameters():
+            weight.mul_(1.25)
+    other.save_pretrained(tmp_path / "new")
+    shutil.copytree(model, tmp_path / "begun")
+    shutil.copy(tmp_path / "new" / "model.safetensors", tmp_path / "begun")
+    prompts = documents(2)
+    with opened(str(tmp_path / "begun"), 1) as engine:
+        one = ask(engine, prompts)
+    with opened(model, 2) as engine:
+        before = ask(engine, prompts)
+        for wrong in (tmp_path / "nowhere", other.state_dict()):
+            with pytest.raises(BadArgument, match="weights"):
+                engine.update_weights(wrong)
+        all_same(ask(engine, prompts), before)
+        assert engine.update_weights(tmp_path / "new") == 1
+        after = ask(engine, prompts)
+        assert [each.usage.cached_tokens for each in after] == [0, 0]
+        all_same(after, one)
+        assert [each.tokens for each in one] != [each.tokens for each in before]
 
 
 # ---------------------------------------------------------------- host and storage

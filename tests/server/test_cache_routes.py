@@ -6,15 +6,18 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
+from msgspec import UNSET
 from rigs.app_client import PROMPT, chat, client, complete, error_of, events
 from rigs.fake_engine import FakeEngine
 from starlette.testclient import TestClient
 
 from mainstem.cache.namespaces import Namespace
 from mainstem.cache.retention import Kept
-from mainstem.errors import BadArgument, UnsupportedModel
-from mainstem.runtime.request import Hints
+from mainstem.errors import BadArgument, UnsupportedModel, UpdateUnderWay
+from mainstem.runtime.request import Hints, Usage
+from mainstem.server.apis.replies import usage_body
 
 REMOVAL = "/v1/cache/remove"
 
@@ -305,3 +308,45 @@ def test_hints_of_a_request_reach_the_engine() -> None:
         assert error_of(complete(server, cache_hints=wrong), 400)["param"] == "cache_hints.retain_s"
     assert "ttl" in error_of(complete(server, cache_hints={"ttl": 5}), 400)["message"]
     assert len(engine.streams) == 3
+
+
+def test_weights_are_changed_if_the_server_allows_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    body = {"path": str(tmp_path)}
+    assert error_of(client().post("/v1/update_weights", json=body), 404)["code"] == "no_weight_updates"
+    engine = FakeEngine()
+    server = client(engine, allow_weight_updates=True, api_key=("k",), admin_key="root")
+
+    def update(key: str = "root", **body: Any) -> Any:
+        return server.post("/v1/update_weights", json=body, headers={"Authorization": f"Bearer {key}"})
+
+    assert update("k", **body).status_code == 403 and not engine.updates
+    assert update(**body).json() == {"weight_version": 1}
+    assert update(**body, mode="lag", lag=2).json() == {"weight_version": 2}
+    assert engine.updates == [(str(tmp_path), "strict", 0), (str(tmp_path), "lag", 2)]
+    assert error_of(update(path="/nowhere"), 400)["param"] == "path"
+    for wrong in ({"mode": "soft"}, {"lags": 1}, {"lag": "x"}):
+        error_of(update(**body, **wrong), 400)
+
+    def busy(*_: Any, **how: Any) -> int:
+        raise UpdateUnderWay("another update of the weights is under way")
+
+    monkeypatch.setattr(engine, "update_weights", busy)
+    assert error_of(update(**body), 409)["code"] == "update_under_way"
+
+
+def test_an_answer_says_which_weights_made_its_tokens_once_they_have_changed() -> None:
+    usage = Usage(3, 0, 5, 0.0, 0.0, 0.0)
+    assert usage_body([usage], 1).weight_versions is UNSET
+    changed = replace(usage, weight_versions=((0, 2), (1, 3)))
+    found = msgspec.to_builtins(usage_body([changed, usage], 2).weight_versions)
+    assert found == [[{"version": 0, "tokens": 2}, {"version": 1, "tokens": 3}], [{"version": 0, "tokens": 0}]]
+
+
+def test_a_group_is_a_hint() -> None:
+    engine = FakeEngine()
+    server = client(engine)
+    assert complete(server, cache_hints={"group": "g"}).status_code == 200
+    assert engine.streams[0].request.hints.group == "g"
+    for wrong in ("", "g" * 257):
+        assert error_of(complete(server, cache_hints={"group": wrong}), 400)["param"] == "cache_hints.group"
+    assert complete(server, cache_hints={"group": "g" * 256}).status_code == 200

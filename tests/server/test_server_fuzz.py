@@ -182,6 +182,7 @@ BASES: Mapping[str, Mapping[str, Any]] = {
     "/ping": {},
     "/v1/load_lora_adapter": {"lora_name": "a", "lora_path": "/nowhere"},
     "/v1/unload_lora_adapter": {"lora_name": "a"},
+    "/v1/update_weights": {"path": "/nowhere", "mode": "lag", "lag": 1},
 }
 TYPES = (CompletionRequest, ChatRequest, EmbeddingRequest, ResponseRequest, MessageRequest, Item, ContentBlock)
 FIELDS = sorted({name for each in TYPES for name in each.__struct_fields__} | {*OPENAI.advice} | {*OPENAI.refused})

@@ -6,7 +6,7 @@ called "a" and a salt called "a" never share.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from mainstem import _core
 from mainstem.errors import BadArgument
@@ -21,6 +21,8 @@ class Namespace:
         salt: tenants with different salts never share.
         extra: anything else that KV depends on, as strings; the order matters.
         tenant: whose it is. Tenants never share; one may have many salts.
+        name: what a namespace that is only a text is called; nothing else of it has a value then.
+        weights: what names the version of the model's weights; None: those that it began with.
 
     Raises:
         BadArgument: a field has another type.
@@ -30,14 +32,18 @@ class Namespace:
     salt: str | None = None
     extra: tuple[str, ...] = ()
     tenant: str | None = None
+    name: str | None = None
+    weights: str | None = None
 
     def __post_init__(self) -> None:
-        for name in ("adapter", "salt", "tenant"):
+        for name in ("adapter", "salt", "tenant", "name", "weights"):
             value = getattr(self, name)
             if value is not None and not isinstance(value, str):
                 raise BadArgument(name, value, "a str or None")
         if not isinstance(self.extra, tuple) or not all(isinstance(item, str) for item in self.extra):
             raise BadArgument("extra", self.extra, "a tuple of str")
+        if self.name is not None and (self.adapter, self.salt, self.extra, self.tenant) != (None, None, (), None):
+            raise BadArgument("name", self.name, "None beside an adapter, a salt, a tenant or anything else")
 
     def encode(self) -> bytes:
         """Returns the bytes that name the root of this namespace."""
@@ -47,6 +53,10 @@ class Namespace:
         if self.salt is not None:
             parts.append(_field(b"s", self.salt))
         parts.extend(_field(b"e", item) for item in self.extra)
+        if self.name is not None:
+            parts.append(_field(b"n", self.name))
+        if self.weights is not None:
+            parts.append(_field(b"w", self.weights))
         return b"".join(parts)
 
 
@@ -81,6 +91,26 @@ def split_adapter(encoded: bytes) -> tuple[str | None, bytes]:
     return encoded[9:end].decode("utf-8", "surrogatepass"), encoded[end:]
 
 
+def of_weights(namespace: Namespace | str | None, weights: str | None) -> Namespace | str | None:
+    """Returns the namespace of the same sequences under a version of the model's weights; None: the first."""
+    if not isinstance(namespace, Namespace):
+        if weights is None:
+            return namespace
+        namespace = Namespace(name=namespace)
+    return namespace if namespace.weights == weights else replace(namespace, weights=weights)
+
+
+def split_weights(encoded: bytes) -> tuple[str | None, bytes]:
+    """Returns the version of the weights of an encoded namespace, if it has one, and the encoding of the rest."""
+    at = 0
+    while at < len(encoded):
+        end = at + 9 + int.from_bytes(encoded[at + 1 : at + 9], "little")
+        if encoded[at : at + 1] == b"w":  # the last field
+            return encoded[at + 9 : end].decode("utf-8", "surrogatepass"), encoded[:at]
+        at = end
+    return None, encoded
+
+
 def owner_of(encoded: bytes) -> bytes:
     """Returns the owner of the pages of an encoded namespace: its tenant, else its salt or name; empty if it has none.
 
@@ -91,7 +121,7 @@ def owner_of(encoded: bytes) -> bytes:
 
 def describe_namespace(encoded: bytes) -> str:
     """Returns an encoded namespace as readable text: its fields in order."""
-    names = {b"a": "adapter=", b"t": "tenant=", b"s": "salt=", b"e": "extra=", b"n": "", b"b": ""}
+    names = {b"a": "adapter=", b"t": "tenant=", b"s": "salt=", b"e": "extra=", b"n": "", b"b": "", b"w": "weights="}
     fields = []
     while encoded:
         end = 9 + int.from_bytes(encoded[1:9], "little")

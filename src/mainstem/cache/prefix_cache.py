@@ -27,6 +27,7 @@ from mainstem.cache.expected import Expected
 from mainstem.cache.explain import Explanation, Stretch, within
 from mainstem.cache.keys import Encoded, KeyKind, KeySequence, TokenKeys, TokenLike, TypedKeys
 from mainstem.cache.namespaces import NamespaceLike, encode_namespace
+from mainstem.cache.old_weights import OldWeights
 from mainstem.cache.policies import Policy
 from mainstem.cache.pool import Pool, PoolStats
 from mainstem.cache.quotas import Quotas
@@ -118,6 +119,7 @@ class PrefixCache:
         retention: what is kept for a time, or pinned.
         tenants: who shares the cache, and how much of it each has.
         expected: when prefixes are used next, as their users say.
+        old_weights: what older versions of the model's weights have computed.
         events: where events come from; None without `on_event`.
 
     Raises:
@@ -166,8 +168,7 @@ class PrefixCache:
         self.page_size, self.enabled = page_size, enabled
         self._copy_page = copy_page if tuple(sizes) == (Full(),) else None
         self._token_limit = self.tree.keys.token_limit
-        pools = tuple(self.pools.values())
-        self._on_event = on_event
+        pools, self._on_event = tuple(self.pools.values()), on_event
         self.events: Source | None = None
         self._undelivered: deque[Event] = deque()
         if on_event is not None:
@@ -188,6 +189,7 @@ class PrefixCache:
             self.tree, self._totals, retain_share, self._reserve, self.tiers, settle=self._settle
         )
         self.expected = Expected(self.tree)
+        self.old_weights = OldWeights(self.tree, self.retention, self._remove)
         self.tenants = Tenants(self.tree, self._totals, self._reserve, self.retention, self._settle)
         if quotas is not None:
             self.tenants.set_quotas(quotas)
@@ -375,13 +377,17 @@ class PrefixCache:
         Raises:
             BadTokens: a token is out of range.
         """
-        name, key = encode_namespace(namespace), self.tree.key_to_remove(tokens)
+        return self._remove({encode_namespace(namespace): self.tree.key_to_remove(tokens)})
+
+    def _remove(self, prefixes: Mapping[bytes, bytes]) -> int:
+        """Removes the prefix with the symbols of each encoded namespace; returns the device pages freed."""
         self._core.take_back()
         before = self.pool.free
-        if self.tree.core.remove(name, key):
-            self.retention.forget_removed()
-            if self.tiers is not None:
-                self.tiers.forget(name)
+        for name, key in prefixes.items():
+            if self.tree.core.remove(name, key):
+                self.retention.forget_removed()
+                if self.tiers is not None:
+                    self.tiers.forget(name)
         for pool, ids in zip(self.pools.values(), self.tree.evict_removed(), strict=True):
             pool.reclaim(ids)
         freed = self.pool.free - before

@@ -22,7 +22,7 @@ from typing import Literal, NamedTuple, get_args
 import numpy as np
 
 from mainstem.cache.components import Full
-from mainstem.cache.namespaces import NamespaceLike, encode_namespace, split_adapter
+from mainstem.cache.namespaces import NamespaceLike, encode_namespace, split_adapter, split_weights
 from mainstem.cache.tree import Tree
 from mainstem.errors import BadArgument
 
@@ -104,8 +104,8 @@ class _Run(NamedTuple):
 def salt_id(namespace: NamespaceLike, secret: bytes = PUBLIC_SECRET) -> str | None:
     """Returns the `cache_salt` of a namespace's events, with which a router asks for a request's prefix.
 
-    It does not depend on the adapter, which has a field of its own; None: the namespace has only an adapter. Nobody
-    without the secret can tell the salt from it.
+    It does not depend on the adapter, which has a field of its own, nor on the version of the weights, which routers do
+    not know. None: there is nothing else in the namespace. Nobody without the secret can tell the salt from it.
 
     Raises:
         BadArgument: the namespace has another type.
@@ -114,6 +114,7 @@ def salt_id(namespace: NamespaceLike, secret: bytes = PUBLIC_SECRET) -> str | No
 
 
 def _salt_id(rest: bytes, secret: bytes) -> str | None:
+    rest = split_weights(rest)[1]
     if not rest:
         return None
     return blake2b(rest, digest_size=_SALT_BYTES, key=_key(secret, b"salts")).hexdigest()

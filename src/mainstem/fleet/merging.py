@@ -105,6 +105,7 @@ def _as_json(first: Whole, value: object) -> Whole:
 ROUTES: Mapping[tuple[str, str], Merge] = {
     ("POST", "/v1/load_lora_adapter"): alike,
     ("POST", "/v1/unload_lora_adapter"): alike,
+    ("POST", "/v1/update_weights"): alike,
     ("POST", "/v1/cache/flush"): summed,
     ("POST", "/v1/cache/remove"): summed,
     ("POST", "/v1/cache/hints"): best,

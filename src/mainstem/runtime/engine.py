@@ -9,14 +9,16 @@ from __future__ import annotations
 
 import logging
 import random as random_module
+import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
 from transformers import PreTrainedTokenizerBase
 
@@ -27,7 +29,7 @@ from mainstem.cache.namespaces import Namespace
 from mainstem.cache.quotas import Quotas
 from mainstem.cache.retention import Kept
 from mainstem.cache.tree import Survey
-from mainstem.errors import BadArgument, BadTokens, EngineFull, UnsupportedModel
+from mainstem.errors import BadArgument, BadTokens, EngineFull, UnsupportedModel, UpdateUnderWay
 from mainstem.runtime.engine_core import EngineCore, EngineStats, MakeRunner, OnStage
 from mainstem.runtime.hints.advice import Action
 from mainstem.runtime.loop import EngineLoop, OnProgress
@@ -35,9 +37,11 @@ from mainstem.runtime.memory.shares import OwnerUsage
 from mainstem.runtime.models.adapters import Adapter, check_name, read_adapter
 from mainstem.runtime.models.exactness import shown
 from mainstem.runtime.models.loading import LoadedModel
+from mainstem.runtime.models.new_weights import read_new
 from mainstem.runtime.models.runner import ModelRunner
 from mainstem.runtime.request import Completion, Request
 from mainstem.runtime.sampling.grammars import Grammars
+from mainstem.runtime.schedule.versions import check_mode
 from mainstem.runtime.scoring import Score, requests_of, score_of
 from mainstem.runtime.stream import Stream
 from mainstem.runtime.text.escapes import begun_once
@@ -92,12 +96,13 @@ class Engine:
             raise BadArgument("tp", config.tp, f"{loaded.ranks.size}, the number of ranks that have loaded the model")
         report, seeds = progress or (lambda stage, done, total: None), random or random_module.Random()
         self._core = core = EngineCore(loaded, config, clock, seeds, runner, report, backend)
-        self.config, self._weights = config, loaded.model
+        self.config = config
         self.name, self.dtype = loaded.name, loaded.dtype
         self.tokenizer: PreTrainedTokenizerBase = loaded.tokenizer
         self.pages, self.max_context, self.vision = next(iter(core.sizes.values())), core.max_context, core.model.vision
         self.has_states = any(isinstance(component, State) for component in core.sizes)
-        self._publication = _Publication(self)
+        self._publication, self._updating = _Publication(self), threading.Lock()
+        self._loaded = loaded
         self._loop = EngineLoop(core, clock, config.max_waiting)
 
     # ---------------------------------------------------------------- requests
@@ -249,6 +254,46 @@ class Engine:
         """
         self._loop.ask(EngineCore.unload_adapter, name)
 
+    # ---------------------------------------------------------------- weights
+
+    def update_weights(
+        self, weights: str | Path | Mapping[str, torch.Tensor], *, mode: str = "strict", lag: int = 0
+    ) -> int:
+        """Puts other weights in place of the model's, between two steps, and returns the number of their version.
+
+        Requests under way go on with them. The self-tests of the start are not repeated: they depend on shapes only.
+
+        Args:
+            weights: a folder with a model of the same configuration, which every rank reads, or for a single rank a
+                state dict with the model's names. They are rounded to the dtype of the model, as at its start.
+            mode: what may be found of what older weights have computed. "strict": nothing, and running requests are
+                computed anew from their prompts and the tokens that they have; "group": a group that has begun
+                (`Hints.group`) finds what the version with which it began has computed; "lag": requests find what the
+                last `lag` versions have. See `docs/training.md`.
+            lag: with mode "lag": 1 to 64 versions.
+
+        Raises:
+            BadArgument: `mode` or `lag` is none of the above; or there is no such folder, or a tensor is missing, is
+                not one of the model's or has another shape. Nothing has changed.
+            UnsupportedModel: the model is quantized, takes images or has adapters. Nothing has changed.
+            UpdateUnderWay: another update has not ended.
+            EngineClosed: the engine is closed or has failed.
+        """
+        check_mode(mode, lag)
+        if not self._updating.acquire(blocking=False):
+            raise UpdateUnderWay("another update of the weights is under way")
+        try:
+            version = self._loop.ask(EngineCore.update_weights, read_new(self._loaded, weights), mode, lag)
+            self._publication.compute_all([None])
+        finally:
+            self._updating.release()
+        return version
+
+    @property
+    def weight_version(self) -> int:
+        """The number of updates so far."""
+        return self._core.scheduler.versions.number
+
     # ---------------------------------------------------------------- the cache
 
     def flush(self) -> int:
@@ -392,7 +437,7 @@ class Engine:
     @property
     def embedding_size(self) -> int:
         """Numbers of an embedding: the model's hidden size."""
-        return int(self._weights.config.get_text_config(decoder=True).hidden_size)
+        return int(self._loaded.model.config.get_text_config(decoder=True).hidden_size)
 
     @property
     def grammars(self) -> Grammars:

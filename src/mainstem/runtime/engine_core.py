@@ -18,11 +18,12 @@ from numpy.typing import NDArray
 
 from mainstem.cache.explain import Stretches
 from mainstem.cache.keys import MAX_TOKEN, Encoded, TokenLike
-from mainstem.cache.namespaces import Namespace
+from mainstem.cache.namespaces import Namespace, of_weights
 from mainstem.cache.prefix_cache import CacheStats
 from mainstem.cache.quotas import Quotas
 from mainstem.cache.retention import Kept
 from mainstem.cache.tree import Survey
+from mainstem.errors import UnsupportedModel
 from mainstem.events.publisher import EventStats
 from mainstem.events.source import AllBlocksCleared
 from mainstem.metric import Metric, gauge
@@ -35,6 +36,7 @@ from mainstem.runtime.memory.shares import OwnerUsage, TierMemory
 from mainstem.runtime.memory.tiers import end_tiers
 from mainstem.runtime.models.adapters import AdapterFiles
 from mainstem.runtime.models.loading import LoadedModel
+from mainstem.runtime.models.new_weights import NewWeights
 from mainstem.runtime.models.runner import ModelRunner
 from mainstem.runtime.parallel.ranks import require_equal
 from mainstem.runtime.request import Delta, Progress, Request, Usage
@@ -233,7 +235,7 @@ class EngineCore:
     def add(self, id: str, request: Request, prompt: Encoded, arrived_s: float) -> None:
         """Adds a request. One that cannot start, e.g. since its tokens cannot be decoded, ends with an error."""
         try:
-            self._public.adopt(prompt, request.namespace)
+            self._public.adopt(prompt, self._named(request.namespace))
             self.scheduler.add(id, request, arrived_s, prompt)
         except Exception as error:
             log.exception("request %s cannot start", id)
@@ -254,12 +256,13 @@ class EngineCore:
         return self.cache.flush()
 
     def remove(self, tokens: TokenLike, namespace: Namespace | str | None) -> int:
-        return self.cache.remove(tokens, namespace)
+        names = self.scheduler.versions.names
+        return sum(self.cache.remove(tokens, of_weights(namespace, name)) for name in names)
 
     def advise(
         self, action: Action, tokens: NDArray[np.int32], namespace: Namespace | str | None, *times: float | None
     ) -> Kept:
-        return self.advice.apply(action, tokens, namespace, self.now_s, *times)
+        return self.advice.apply(action, tokens, self._named(namespace), self.now_s, *times)
 
     def add_public(self, tokens: Sequence[int] | NDArray[np.int32]) -> int:
         return self._public.add(tokens)
@@ -277,13 +280,24 @@ class EngineCore:
         return self.cache.tree.survey(first, count)
 
     def explain(self, request: Request, prompt: Encoded, distances: bool) -> Stretches:
-        return self.scheduler.hits.look(request, prompt, distances=distances)
+        named = request.in_namespace(self._named(request.namespace))
+        return self.scheduler.hits.look(named, prompt, distances=distances)
 
     def load_adapter(self, name: str, files: AdapterFiles) -> None:
         self.model.adapters.add(name, files)
 
     def unload_adapter(self, name: str) -> None:
         self.model.adapters.unload(name)
+
+    def update_weights(self, new: NewWeights, mode: str, lag: int) -> int:
+        if names := self.model.adapters.names:
+            raise UnsupportedModel(f"the weights of the model are changed without adapters: unload {', '.join(names)}")
+        new.put(self.loaded)
+        return self.scheduler.renew(new.digest, mode, lag)
+
+    def _named(self, namespace: Namespace | str | None) -> Namespace | str | None:
+        """Returns the namespace with the version of the weights that computes now."""
+        return of_weights(namespace, self.scheduler.versions.name)
 
     def _describe(self, key: bytes) -> str:
         symbols = np.frombuffer(key, dtype="<u4")[: _SHOWN_TOKENS + 1]

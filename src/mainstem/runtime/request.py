@@ -6,7 +6,7 @@ Every layer of the runtime and the server uses these types. They do not know sch
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -30,6 +30,8 @@ if TYPE_CHECKING:
 _INT32_MAX = 2**31 - 1
 LOWEST_PRIORITY = -_INT32_MAX
 """Of requests that nobody waits for: their prompts are computed in small pieces, so that others wait less for them."""
+LONGEST_GROUP = 256
+"""Characters of the name of a group."""
 _NOTHING = np.empty(0, np.int32)
 _NOTHING.flags.writeable = False
 
@@ -128,6 +130,7 @@ class Hints:
         next_use_s: seconds from its end to the next request that goes on from its prompt and answer; None: unknown.
         next_use_steps: the same in steps of the workflow that it belongs to: 1 is the next step.
         session: what the client calls the conversation that it is a turn of; None: its prompt says.
+        group: what the client calls the samples that it compares, within a namespace; see `schedule.versions`.
 
     Raises:
         BadArgument: `retain_s` is below a millisecond, `next_use_s` or `next_use_steps` is negative or no number, both
@@ -141,9 +144,12 @@ class Hints:
     next_use_s: float | None = None
     next_use_steps: float | None = None
     session: str | None = None
+    group: str | None = None
 
     def __post_init__(self) -> None:
-        """Checks the times."""
+        """Checks the times, and the name of the group."""
+        named = self.group is None or (isinstance(self.group, str) and 0 < len(self.group) <= LONGEST_GROUP)
+        _require("group", self.group, named, f"a name of 1 to {LONGEST_GROUP} characters")
         fits = self.retain_s is None or LEAST_S <= self.retain_s < float("inf")
         _require("retain_s", self.retain_s, fits, f"seconds, {LEAST_S} or more")
         _require("retain_s", self.retain_s, not (self.retain_s and self.no_store), "left out with no_store")
@@ -217,6 +223,10 @@ class Request:
         start, length = self.params.logprob_start, len(tokens)
         fits = self.params.prompt_logprobs is None or start <= length
         _require("logprob_start", start, fits, f"at most {length}, the tokens of the prompt")
+
+    def in_namespace(self, namespace: Namespace | str | None) -> Request:
+        """Returns the same request in another namespace."""
+        return self if namespace == self.namespace else replace(self, namespace=namespace)
 
     def positions_of(self, begin: int, end: int) -> NDArray[np.int64] | None:
         """Returns the M-RoPE positions of the tokens at [begin, end), int64 [3, end - begin]; None: their indices.
@@ -308,6 +318,8 @@ class Usage:
         prefixes: those that the request marks, each with how much of it the cache has in the end, and retains.
         phases: what it did when, for traces.
         explanation: where its prompt was found, and why the rest was computed; None: this was not asked for.
+        weight_versions: the versions of the weights that generated its tokens, in order, each with how many; one with
+            0 if it generated none: then its scores are of that version.
     """
 
     prompt_tokens: int
@@ -321,6 +333,7 @@ class Usage:
     prefixes: tuple[tuple[Prefix, Kept], ...] = ()
     phases: tuple[Phase, ...] = field(default=(), compare=False, repr=False)
     explanation: Stretches | None = field(default=None, compare=False, repr=False)
+    weight_versions: tuple[tuple[int, int], ...] = ((0, 0),)
 
 
 @dataclass(frozen=True, slots=True)

@@ -23,7 +23,17 @@ from mainstem.server.apis.chat.request import conversation
 from mainstem.server.apis.replies import Model
 from mainstem.server.errors import ApiError, client_names
 from mainstem.server.fields.openapi import Operation
-from mainstem.server.management import Flushed, Hinted, HintRequest, LoadAdapter, RemoveRequest, UnloadAdapter, Unloaded
+from mainstem.server.management import (
+    Flushed,
+    Hinted,
+    HintRequest,
+    LoadAdapter,
+    RemoveRequest,
+    UnloadAdapter,
+    Unloaded,
+    Updated,
+    UpdateWeights,
+)
 from mainstem.server.parts import Parts
 from mainstem.server.prompting import Tokens
 from mainstem.server.transport import json_response
@@ -46,7 +56,7 @@ class CacheRoutes:
 
     def __init__(self, parts: Parts, tenancy: Tenancy | None, about: About, page: live.Live) -> None:
         self._engine, self._access, self._preparation = parts.engine, parts.access, parts.preparation
-        self._rewriting = parts.rewriting
+        self._rewriting, self._updates = parts.rewriting, parts.config.allow_weight_updates
         self._bodies, self._draining = parts.bodies, parts.draining
         self._tenancy, self._about, self._live = tenancy, about, page
 
@@ -59,6 +69,7 @@ class CacheRoutes:
             Operation(
                 "POST", "/v1/unload_lora_adapter", self._unload_adapter, "Unload an adapter", UnloadAdapter, Unloaded
             ),
+            Operation("POST", "/v1/update_weights", self._update_weights, "Change the weights", UpdateWeights, Updated),
             Operation("POST", "/v1/cache/flush", self._flush, flush, None, Flushed),
             Operation("POST", "/v1/cache/remove", self._remove, "Forget a prefix", RemoveRequest, Flushed),
             Operation("POST", "/v1/cache/hints", self._hints, hint, HintRequest, Hinted),
@@ -88,6 +99,16 @@ class CacheRoutes:
         with client_names(_LORA):
             await anyio.to_thread.run_sync(self._engine.unload_adapter, request.lora_name)
         return json_response(Unloaded(request.lora_name))
+
+    async def _update_weights(self, http: HttpRequest) -> Response:
+        self._access.require_admin(http.headers)
+        if not self._updates:
+            message = "This server's weights do not change (option --allow-weight-updates)."
+            raise ApiError(404, message, code="no_weight_updates")
+        request = await self._bodies.parsed(http, lambda body: decode(body, UpdateWeights))
+        update = partial(self._engine.update_weights, request.path, mode=request.mode, lag=request.lag)
+        with client_names({"weights": "path"}):
+            return json_response(Updated(await anyio.to_thread.run_sync(update)))
 
     async def _flush(self, http: HttpRequest) -> Response:
         self._access.require_admin(http.headers)

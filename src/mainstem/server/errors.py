@@ -16,6 +16,7 @@ from mainstem.errors import (
     MainstemError,
     RequestTooLong,
     UnsupportedModel,
+    UpdateUnderWay,
 )
 
 TOO_LONG = "context_length_exceeded"
@@ -87,6 +88,8 @@ def api_error(error: MainstemError) -> ApiError:
         case EngineFull():
             headers = {"Retry-After": "1"}
             return ApiError(429, message, type="rate_limit_error", code="engine_full", headers=headers)
+        case UpdateUnderWay():
+            return ApiError(409, message, code="update_under_way")
         case EngineClosed():
             return unavailable("The engine has stopped and accepts no more requests.", "engine_closed")
     return internal_error()

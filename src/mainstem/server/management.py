@@ -29,6 +29,14 @@ class UnloadAdapter(Struct, forbid_unknown_fields=True):
     lora_name: str
 
 
+class UpdateWeights(Struct, forbid_unknown_fields=True):
+    """The body of POST /v1/update_weights: a folder on the server's machine; see `Engine.update_weights`."""
+
+    path: str
+    mode: Literal["strict", "group", "lag"] = "strict"
+    lag: int = 0
+
+
 class Named(Struct, kw_only=True, forbid_unknown_fields=True):
     """A body that names a prefix.
 
@@ -109,6 +117,12 @@ class Unloaded(Struct):
     id: str
     deleted: bool = True
     object: str = "model"
+
+
+class Updated(Struct):
+    """The response body of POST /v1/update_weights: the number of the version that computes from now on."""
+
+    weight_version: int
 
 
 class Flushed(Struct):

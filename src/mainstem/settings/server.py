@@ -244,6 +244,8 @@ class ServerConfig(Settings):
         precompute_turns: After an answer, and while nothing else runs, compute the next turn as the chat template will
             render it, if the template drops the reasoning or changes the answer. The value is the share of the time
             that those may take which do not come; 0 turns this off.
+        allow_weight_updates: Serve /v1/update_weights, by which the admin changes the model's weights while it runs.
+            See docs/training.md.
         embeddings: Serve /v1/embeddings: the mean of the model's last hidden states over a text. Chat models are not
             trained for that.
         tool_call_parser: Format in which the model writes calls of tools. auto: by its chat template and vocabulary.
@@ -280,6 +282,7 @@ class ServerConfig(Settings):
     unknown_fields: UnknownFields = setting("refuse", one_of(UnknownFields))
     remember_answers: int = setting(64 << 20, integer(0, INT64_MAX), unit=SIZE)
     precompute_turns: float = setting(0.1, number(0, 1))
+    allow_weight_updates: bool = setting(False, switch())
     embeddings: bool = setting(False, switch())
     tool_call_parser: ToolCallParser = setting("auto", one_of(ToolCallParser))
     reasoning_parser: ReasoningParser = setting("auto", one_of(ReasoningParser))

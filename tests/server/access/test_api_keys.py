@@ -42,7 +42,7 @@ def test_a_body_is_not_read_for_a_client_that_is_refused_anyway(
 ) -> None:
     app = create_app(FakeEngine(), ServerConfig(api_key=("right",), admin_key="admin"))
     app.state.draining = draining
-    closed_to_them = ["/v1/load_lora_adapter", "/v1/unload_lora_adapter", "/v1/cache/remove"]
+    closed_to_them = ["/v1/load_lora_adapter", "/v1/unload_lora_adapter", "/v1/update_weights", "/v1/cache/remove"]
     for path in (
         closed_to_them
         if admin

@@ -37,7 +37,8 @@ class AuditStats:
         tokens: of the pages that were compared, by tier.
         mismatches: copies that differed, by tier: the first of each audit.
         prefixes: that were drawn, by what came of them. equal: all that was there had the same bits. different.
-            evicted: it was not on the device any more. failed: it could not be computed. dropped: too many waited.
+            evicted: it was not on the device any more. failed: it could not be computed. dropped: too many waited, or
+            the weights have changed.
     """
 
     tokens: dict[str, int]
@@ -98,6 +99,12 @@ class Auditor:
             self._waiting.popleft()
             self._prefixes["dropped"] += 1
         self._waiting.append(Prefix(found[: pages * self._means.cache.page_size].copy(), request.namespace))
+
+    def forget(self) -> None:
+        """Drops what was drawn and is not audited yet: the model has other weights now."""
+        self._prefixes["dropped"] += len(self._waiting) + (self._audit is not None)
+        self._waiting.clear()
+        self._audit = None
 
     @property
     def idle_s(self) -> float | None:

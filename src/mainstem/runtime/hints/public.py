@@ -86,4 +86,4 @@ class PublicPrefixes:
 
 def _public(namespace: NamespaceLike) -> Namespace:
     """Returns the namespace in which a public prefix is: the same without tenant and salt."""
-    return replace(namespace, tenant=None, salt=None) if isinstance(namespace, Namespace) else Namespace()
+    return replace(namespace, tenant=None, salt=None, name=None) if isinstance(namespace, Namespace) else Namespace()

@@ -16,7 +16,7 @@ from mainstem.cache.identity import Identity
 from mainstem.errors import BadArgument
 from mainstem.imports import needs
 from mainstem.runtime.memory.host import HostPool
-from mainstem.runtime.models.loading import LoadedModel
+from mainstem.runtime.models.loading import IRRELEVANT, LoadedModel
 from mainstem.runtime.parallel.division import whole
 from mainstem.runtime.parallel.ranks import Ranks
 from mainstem.settings.engine import TierConfig
@@ -44,9 +44,6 @@ _LOOKUP_THREADS = 12  # for lookups in storage, in addition to the threads that 
 _CLOSE_S = 5.0  # for calls that have not returned
 _DRAIN_S = 5.0  # for pending writes
 _HASHED_AT_ONCE = 1 << 26  # bytes of weights that are copied from the device together
-
-# Fields of a model's configuration that do not affect its results: its source, and the software that wrote it.
-_IRRELEVANT = frozenset({"_name_or_path", "transformers_version", "architectures", "dtype", "torch_dtype", "use_cache"})
 
 
 def build_tiers(
@@ -253,7 +250,7 @@ def _digest_tokenizer(loaded: LoadedModel) -> str:
 def _digest_config(config: PreTrainedConfig) -> str:
     from blake3 import blake3
 
-    relevant = {name: value for name, value in config.to_dict().items() if name not in _IRRELEVANT}
+    relevant = {name: value for name, value in config.to_dict().items() if name not in IRRELEVANT}
     return blake3(json.dumps(relevant, sort_keys=True, default=str).encode()).hexdigest()
 
 

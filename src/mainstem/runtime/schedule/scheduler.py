@@ -27,6 +27,9 @@ published as usual. The rows of logits in a step are bounded.
 **The lowest priority** is that of requests that nobody waits for, such as those of batches. They compute nothing while
 there is another one, and are the first to be preempted, also for its slot.
 
+**When the weights change**, between two steps, a request goes on from KV that `versions` lets it find, or is computed
+anew from its prompt and the tokens of its answer.
+
 **When pages run out**, the newest running request is preempted. What it computed stays in the cache. It resumes with
 its generated tokens as part of its prompt. The oldest request always goes on, so every step makes progress.
 
@@ -68,6 +71,7 @@ from mainstem.runtime.schedule.intake import Intake
 from mainstem.runtime.schedule.meter import NO_FLOPS, Flops, Meter, Totals
 from mainstem.runtime.schedule.outputs import NO_LOGITS, End, Event, Outputs
 from mainstem.runtime.schedule.sequence import Sequence
+from mainstem.runtime.schedule.versions import Versions
 from mainstem.runtime.schedule.waiting import WaitingQueue
 from mainstem.runtime.segments import Segment
 from mainstem.runtime.text.detokenizer import Tokenizer
@@ -123,6 +127,7 @@ class Scheduler:
         totals: what it counts.
         intake: checks requests.
         hits: counts and explains what prompts find.
+        versions: of the model's weights.
     """
 
     def __init__(
@@ -149,6 +154,7 @@ class Scheduler:
         self.intake = Intake(cache, runner.vocab_size, tokenizer, limits, max_context, eos, clock, random, ranks)
         self._queue = WaitingQueue(cache, limits, self._now_s)
         self._running: dict[str, Sequence] = {}  # in order of admission
+        self.versions = Versions(cache)
         self._outputs = Outputs(self.totals, eos, clock)
         # The request that found no pages, and `_room` at that time: it is not tried again before that changes.
         self._blocked: tuple[str, tuple[int, ...]] | None = None
@@ -212,7 +218,9 @@ class Scheduler:
         waiting = self._queue.sequences
         assert id not in waiting and id not in self._running
         prompt = self.intake.check(request) if prompt is None else prompt
-        waiting[id] = sequence = self.intake.sequence(id, request, prompt, self.totals.requests, arrived_s)
+        request, base = self.versions.place(request, prompt)
+        given = (id, request, prompt, self.totals.requests, arrived_s)
+        waiting[id] = sequence = self.intake.sequence(*given, self.versions.number, base)
         if self._scores is not None:
             sequence.expect_scores(self._scores)
         self.totals.requests += 1
@@ -264,6 +272,32 @@ class Scheduler:
             for name, ids in taken.items():
                 pools[name].release(ids)
 
+    def renew(self, name: str, mode: str, lag: int = 0) -> int:
+        """Goes on with other weights, which are in place, and returns the number of their version.
+
+        A running request whose KV may still be used goes on, and what it computes from here on is kept for nobody. Any
+        other waits again, and its prompt and the tokens of its answer are computed anew.
+
+        Args:
+            name, mode, lag: see `Versions.renew`.
+        """
+        versions = self.versions
+        versions.renew(name, mode, lag)
+        for sequence in tuple(self._running.values()):
+            if sequence.base in versions.older(sequence.request) and not sequence.loading:
+                sequence.renew(versions.number)
+            else:
+                self._requeue(sequence)
+                self.totals.preemptions += 1
+        for sequence in self._queue.sequences.values():
+            request, base = versions.place(sequence.request, sequence.tokens.encoded())
+            sequence.move(request, versions.number, base)
+        if self._auditor is not None:
+            self._auditor.forget()
+        versions.drop()
+        self._blocked, self._idle = None, False
+        return versions.number
+
     def cancel(self, id: str) -> None:
         """Ends a request; the next step returns its last event. Does nothing if it has ended."""
         sequence = self._queue.sequences.get(id) or self._running.get(id)
@@ -306,6 +340,7 @@ class Scheduler:
         self._sessions.check()
         self._anchors.check()
         self._replaced.check()
+        self.versions.check()
         waiting = self._queue.sequences
         assert not waiting.keys() & self._running.keys(), "a request waits or runs"
         assert len(waiting) + len(self._running) + self.totals.errors <= self.totals.requests, "each was counted"
@@ -463,7 +498,8 @@ class Scheduler:
         del self._queue.sequences[sequence.id]
         self._running[sequence.id] = sequence
         sequence.timeline.admitted(loads=load is not None)
-        if self._auditor is not None and (sequence.admitted_s is None or sequence.prefetch.met):
+        first = sequence.admitted_s is None or sequence.prefetch.met
+        if self._auditor is not None and first and not sequence.mixed:
             self._auditor.note(request, sequence.tokens.known[: sequence.computed])
         self.hits.admitted(sequence, lease, load, loaded, self._clock())
         sequence.prefetch.begins_to_lead(sequence.computed, loads=load is not None)
@@ -588,7 +624,7 @@ class Scheduler:
         prefixes = sequence.settle(self._cache.retention, self._now_s, end.reason)
         self.totals.errors += end.error is not None
         usage = sequence.usage(self._clock(), prefixes)
-        if end.reason in ("stop", "length"):
+        if end.reason in ("stop", "length") and not sequence.mixed:
             self._sessions.ended(sequence, self._now_s)
             self._anchors.ended(sequence, self._now_s)
             self.totals.replaced_prompts += self._replaced.ended(sequence)

@@ -51,11 +51,16 @@ class Sequence:
         sampler: Sampler,
         text: Detokenizer,
         timeline: Timeline,
+        version: int = 0,
+        base: int = 0,
     ) -> None:
         self.id = id
         self.timeline = timeline
         self.request = request
         self.namespace = encode_namespace(request.namespace)
+        self.version, self.base = version, base  # of the weights: that computes next, and whose KV it goes on from
+        self._own: int | None = None if base == version else 0  # positions that `base` has computed; None: all
+        self._generated: dict[int, int] = {}  # tokens by version
         self.arrived_s = arrived_s
         self.sampler = sampler
         self.text = text
@@ -104,7 +109,13 @@ class Sequence:
     @property
     def kept(self) -> int:
         """Positions computed that stay in the cache for others."""
-        return self.request.hints.kept(len(self.request.tokens), self.computed)
+        kept = self.request.hints.kept(len(self.request.tokens), self.computed)
+        return kept if self._own is None else min(kept, self._own)
+
+    @property
+    def mixed(self) -> bool:
+        """Whether it computes on top of another version's KV, so that nothing of that is kept."""
+        return self._own is not None
 
     @property
     def prefilling(self) -> bool:
@@ -135,7 +146,7 @@ class Sequence:
     @property
     def publishing(self) -> bool:
         """Whether others will be able to use what it computes next."""
-        return self.prefilling and not self.request.hints.no_store
+        return self.prefilling and not self.request.hints.no_store and not self.mixed
 
     @property
     def loading(self) -> bool:
@@ -150,6 +161,26 @@ class Sequence:
     def precedence(self) -> tuple[int, bool, int]:
         """The sort key of admission without hits and age; the lowest is first."""
         return -self.request.priority, not self.was_preempted, self._arrival
+
+    def renew(self, version: int) -> None:
+        """Goes on with other weights, running: of what it computes from here on, nothing is kept."""
+        self.version = version
+        if self._own is None:
+            self._own = self.computed
+            self._checkpoints = {}
+
+    def move(self, request: Request, version: int, base: int) -> None:
+        """Waits with other weights, to go on from what version `base` has of it; `request`: in that namespace."""
+        assert self._lease is None
+        if not self.generated:  # what was found or computed before is of other weights
+            self.scores, self.scored_from, self._scores_kept = [], request.params.reads_from, 0
+            self.pooling = Pooling() if request.params.embedding else None
+        self.prefetch.move(request.namespace, self.storage_tokens)
+        self.request, self.namespace = request, encode_namespace(request.namespace)
+        self.version, self.base, self._own = version, base, None if base == version else 0
+        self.computed = 0
+        if self.most_cached != 0:
+            self.prefetch.begin()
 
     def open(self, lease: Lease, load: Load | None, checkpoints: dict[int, Reason], page_size: int) -> None:
         """Takes over a lease, and reserves pages for all known tokens.
@@ -340,6 +371,7 @@ class Sequence:
         assert self._lease is not None and self.uncomputed == 0
         self.timeline.generates()
         self.tokens.append(token)
+        self._generated[self.version] = self._generated.get(self.version, 0) + 1
         self._lease.append([token])
 
     def repeat(self, token: int) -> None:
@@ -357,6 +389,7 @@ class Sequence:
             self._lease.finish(self.kept)
             self.timeline.end("store")
         self._lease = self._load = self.counted = None
+        self._own = None if self._own is None else 0  # it may be computed again
 
     def keep_state(self) -> None:
         """Keeps the state after what is computed, where it fills pages that stay in the cache, to resume there."""
@@ -372,6 +405,8 @@ class Sequence:
             The prefixes that the request marks, each with how much of it the cache has, and retains; none if it failed.
         """
         hints, namespace = self.request.hints, self.request.namespace
+        if self.mixed:
+            return ()
         if hints.retain_s is not None and reason in ("stop", "length"):
             retention.retain(self.tokens.key(), now_s + hints.retain_s, namespace)
 
@@ -401,4 +436,5 @@ class Sequence:
             prefixes=prefixes,
             phases=self.timeline.phases(),
             explanation=self.explanation,
+            weight_versions=tuple(self._generated.items()) or ((self.version, 0),),
         )

@@ -79,7 +79,7 @@ class WaitingQueue:
 
     def plan_checkpoints(self, sequence: Sequence, lease: Lease) -> dict[int, Reason]:
         """Plans after which positions of its prompt a request that is admitted keeps its state, and why."""
-        if not self.plans_states or not self._cache.enabled or sequence.request.hints.no_store:
+        if not self.plans_states or not self._cache.enabled or sequence.request.hints.no_store or sequence.mixed:
             return {}
         return plan_checkpoints(
             lease.hit,

@@ -19,7 +19,7 @@ from mainstem.cache.expected import check_next_use
 from mainstem.cache.retention import LEAST_S
 from mainstem.errors import BadArgument
 from mainstem.prompt_rules.rules import Rewrite
-from mainstem.runtime.request import Hints
+from mainstem.runtime.request import LONGEST_GROUP, Hints
 from mainstem.runtime.text.prompts import Template
 from mainstem.server.apis.conversation import parts
 from mainstem.server.fields.breakpoints import CacheOptions, Mark, counted
@@ -42,6 +42,7 @@ class CacheHints(Struct):
     no_store: bool | None = None
     next_use_s: float | None = None
     next_use_steps: float | None = None
+    group: str | None = None
 
     def checked(self, longest_s: float, session: str | None) -> Hints:
         """Returns the hints of a session's request; it may be retained for at most `longest_s`.
@@ -59,6 +60,8 @@ class CacheHints(Struct):
             value = getattr(self, name)
             if value is not None and self.no_store:
                 raise BadArgument(f"cache_hints.{name}", value, "left out with cache_hints.no_store")
+        if self.group is not None and not 0 < len(self.group) <= LONGEST_GROUP:
+            raise BadArgument("cache_hints.group", self.group, f"a name of 1 to {LONGEST_GROUP} characters")
         return Hints(
             self.retain_s,
             bool(self.one_shot),
@@ -66,6 +69,7 @@ class CacheHints(Struct):
             next_use_s=self.next_use_s,
             next_use_steps=self.next_use_steps,
             session=session or None,
+            group=self.group,
         )
 
 

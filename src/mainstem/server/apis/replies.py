@@ -51,14 +51,25 @@ class PromptTokensDetails(Struct):
     cache_write_tokens_by_ttl: dict[str, int] | UnsetType = UNSET
 
 
+class Generated(Struct):
+    """Consecutive tokens that one version of the weights has generated."""
+
+    version: int
+    tokens: int
+
+
 class UsageBody(Struct):
-    """Tokens of one HTTP request, over all its choices; each prompt counts once."""
+    """Tokens of one HTTP request, over all its choices; each prompt counts once.
+
+    `weight_versions`: of each choice in turn, if the weights have changed since the engine began.
+    """
 
     prompt_tokens: int
     completion_tokens: int
     total_tokens: int
     prompt_tokens_details: PromptTokensDetails | UnsetType = UNSET  # known at the end
     prompt_rewrites: list[RewriteBody] | UnsetType = UNSET
+    weight_versions: list[list[Generated]] | UnsetType = UNSET
 
 
 def usage_body(usages: Sequence[Usage], choices: int) -> UsageBody:
@@ -83,7 +94,9 @@ def usage_body(usages: Sequence[Usage], choices: int) -> UsageBody:
         by_ttl.update(retained)
     by_tier = CachedByTier(cached - host - storage, host, storage)
     details = PromptTokensDetails(cached, by_tier, sum(added for added, _ in written), dict(by_ttl) or UNSET)
-    return UsageBody(prompt, completion, prompt + completion, details)
+    versions = [[Generated(*part) for part in usage.weight_versions] for usage in usages]
+    changed = any(part.version for each in versions for part in each)
+    return UsageBody(prompt, completion, prompt + completion, details, weight_versions=versions if changed else UNSET)
 
 
 def _written(usage: Usage) -> tuple[int, dict[str, int]]:
