@@ -382,3 +382,19 @@ def test_scores_and_embeddings_that_are_under_way_begin_anew(
         fresh = start(weights=second).submit(request).result()
         assert [each.logprob for each in found.prompt_logprobs] == [each.logprob for each in fresh.prompt_logprobs]
         assert found.embedding is fresh.embedding is None or np.array_equal(found.embedding, fresh.embedding)
+
+
+def test_scores_of_old_weights_are_not_kept_beside_pages_of_new_ones(start: Callable[..., Engine]) -> None:
+    scored = SamplingParams(max_tokens=1, prompt_logprobs=1)
+    second = changed(with_weights("llama").model, 1)
+    engine, other = start(keep_scores=1), start(weights=second)
+    stream = engine.submit(Request(np.array(PROMPT), replace(scored, max_tokens=80, ignore_eos=True)))
+    for delta in stream:
+        if delta.tokens:  # its scores are there, and its answer has begun
+            break
+    engine.update_weights(second)
+    eventually(lambda: not engine.stats().running, WAIT_S)
+    (right,) = other.generate([PROMPT], scored)
+    for _ in range(2):
+        (made,) = engine.generate([PROMPT], scored)
+        assert made.prompt_logprobs == right.prompt_logprobs
