@@ -237,3 +237,14 @@ def test_a_server_has_an_hour_for_an_answer(monkeypatch: pytest.MonkeyPatch) -> 
     with pytest.raises(OSError, match="HTTPException: broken"):
         anyio.run(to_server("http://127.0.0.1:1", {}), "/v1", b"{}")
     assert waits == [3600.0]
+
+
+def test_an_application_that_fails_has_answered_with_500() -> None:
+    async def broken(scope: Any, receive: Any, send: Any) -> None:
+        raise RuntimeError("no")
+
+    async def ask() -> Reply:
+        return await to_app(broken, {}, {})("/v1/score", b"{}")
+
+    reply = anyio.run(ask)
+    assert reply.status == 500 and b"server_error" in reply.body

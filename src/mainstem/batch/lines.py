@@ -161,7 +161,8 @@ class Requests:
             ends.append(begin + len(line))
             numbers.append(number)
             keys.append(int.from_bytes(hashlib.blake2b(parsed.custom_id.encode(), digest_size=8).digest()))
-            tokens.append(max(body.max_completion_tokens or body.max_tokens or body.max_output_tokens or 0, 0))
+            most = body.max_completion_tokens or body.max_tokens or body.max_output_tokens or 0
+            tokens.append(min(max(most, 0), 2**31))
             digests += _digest(line)
         self._begins, self._ends = np.array(begins, np.int64), np.array(ends, np.int64)
         self._digests = np.frombuffer(bytes(digests), np.uint64).reshape(-1, 2)
@@ -209,9 +210,9 @@ def _parsed(line: bytes, urls: Sequence[str]) -> tuple[Line, _Body]:
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise _Refused("invalid_json_line", f"not JSON: {error}") from None
     if parsed.method != "POST":
-        raise _Refused("invalid_method", f"method: must be POST, not {parsed.method!r}")
+        raise _Refused("invalid_method", f"method: must be POST, not {parsed.method[:100]!r}")
     if parsed.url not in urls:
-        raise _Refused("invalid_url", f"url: must be {' or '.join(urls)}, not {parsed.url!r}")
+        raise _Refused("invalid_url", f"url: must be {' or '.join(urls)}, not {parsed.url[:100]!r}")
     try:
         body = msgspec.json.decode(parsed.body, type=_Body)
     except msgspec.ValidationError as error:

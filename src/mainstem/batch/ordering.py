@@ -21,12 +21,11 @@ Prompt = Callable[[Line], NDArray[np.int32]]
 
 def text_prompt(line: Line) -> NDArray[np.int32]:
     """Returns the bytes of a request's conversation as text, before a template. Model and salt come first."""
-    body = msgspec.json.decode(line.body)
     try:
-        first = prompts(body)[0]
+        first = prompts(msgspec.json.decode(line.body))[0]
         text = END.join((line.url, first.model, first.salt, first.text))
-    except BadRequestBody:  # it scores or embeds texts; or the server will refuse it
-        text = END.join((line.url, msgspec.json.encode(body).decode()))
+    except (BadRequestBody, msgspec.DecodeError):  # it scores or embeds texts; or the server will refuse it
+        text = END.join((line.url, bytes(line.body).decode()))
     return np.frombuffer(text.encode(errors="surrogatepass"), np.uint8).astype(np.int32)
 
 

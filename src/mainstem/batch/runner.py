@@ -7,6 +7,7 @@ batch stops, and goes on another time. Any other answer is kept, whatever it say
 from __future__ import annotations
 
 import asyncio
+import logging
 import threading
 import time
 import urllib.error
@@ -30,6 +31,9 @@ _AGAIN = {408, 425, 429, 502, 503, 504}  # the server cannot answer now
 _KEYS = {401, 403}  # no request would be answered
 _FIRST_S, _LONGEST_S = 0.25, 15.0  # between two attempts
 _REPLY_S = 3600.0  # until a server has answered one request
+_NO_ANSWER = b'{"error": {"message": "The server had an error.", "type": "server_error"}}'
+
+log = logging.getLogger(__name__)
 
 
 class Reply(NamedTuple):
@@ -305,7 +309,10 @@ def to_app(app: App, headers: Mapping[str, str], state: Mapping[str, Any]) -> Se
             else:
                 pieces.append(message.get("body", b""))
 
-        await app(scope, receive, take)
-        return Reply(status, id, b"".join(pieces))
+        try:
+            await app(scope, receive, take)
+        except Exception:  # as a server's client sees it: an answer with status 500
+            log.exception("a request of a batch failed")
+        return Reply(status, id, b"".join(pieces) or _NO_ANSWER)
 
     return send

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import errno
 import json
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -417,3 +419,56 @@ def test_a_new_batch_is_looked_for_ten_times_a_second(tmp_path: Path, monkeypatc
     with pytest.raises(ExceptionGroup):
         anyio.run(batches.Batches(kept, lambda owner: None, lambda: 0.0, lambda: False).run)
     assert slept == [0.1]
+
+
+ODD = {
+    "tokens": b'{"messages": [{"role": "user", "content": "hi"}], "model": "fake", "max_tokens": 9223372036854775807}',
+    "more tokens": b'{"messages": [{"role": "user", "content": "a"}], "model": "fake", "max_tokens": 1%s}'
+    % (b"0" * 30),
+    "infinite": b'{"messages": [{"role": "user", "content": "hi"}], "model": "fake", "unknown": 1e999}',
+}
+
+
+@pytest.mark.parametrize("body", ODD.values(), ids=ODD)
+def test_an_odd_request_has_its_own_error_and_the_rest_goes_on(tmp_path: Path, body: bytes) -> None:
+    odd = b'{"custom_id": "odd", "method": "POST", "url": "/v1/chat/completions", "body": %s}\n' % body
+    with serving(tmp_path) as server:
+        batch = ran(server, line("a"), odd, line("b"))
+        assert batch["status"] == "completed" and batch["request_counts"]["completed"] >= 2
+        answers = {**content(server, batch["output_file_id"]), **content(server, batch["error_file_id"])}
+        assert answers.keys() == {"a", "odd", "b"}
+
+
+def test_a_batch_whose_end_cannot_be_written_is_tried_again_beside_others(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    put, full = shelf.Shelf.put, set[str]()
+
+    def refused(self: shelf.Shelf, owner: str, object: Any) -> None:
+        if object.id in full and object.status != "validating":
+            raise OSError(errno.ENOSPC, "No space left on device")
+        put(self, owner, object)
+
+    monkeypatch.setattr(shelf.Shelf, "put", refused)
+    assert batches._AGAIN_S == 30
+    monkeypatch.setattr(batches, "_AGAIN_S", 0.05)
+    with serving(tmp_path) as server:
+        file = upload(server, line("a")).json()["id"]
+        monkeypatch.setattr(batches, "_LOOK_S", 0.01)
+        stuck = begin(server, file).json()["id"]
+        ended(server, stuck)
+        full.add(second := begin(server, upload(server, line("b")).json()["id"]).json()["id"])
+        time.sleep(0.2)  # it fails some times
+        full.clear()
+        assert ended(server, second)["status"] in ("completed", "failed")
+        assert ran(server, line("c"))["status"] == "completed"
+
+
+def test_a_file_that_is_not_what_was_uploaded_fails_its_batch(tmp_path: Path) -> None:
+    with serving(tmp_path) as server:
+        file = upload(server, line("a") + line("b")).json()["id"]
+        (tmp_path / f"{file}.jsonl").write_bytes(line("a"))
+        batch = ended(server, begin(server, file).json()["id"])
+        assert batch["status"] == "failed"
+        assert "bytes that were uploaded" in batch["errors"]["data"][0]["message"]
+        (tmp_path / f"{file}.jsonl").write_bytes(line("a") + line("b"))

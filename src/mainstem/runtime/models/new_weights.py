@@ -32,11 +32,13 @@ class NewWeights:
     Args:
         digest: BLAKE2b over names, shapes, dtypes and numbers, in hex.
         folder: from which every rank of several reads its part.
+        files: that it had when the digest was made: name, size and time.
         tensors: by the model's names, in its dtypes; for a single rank.
     """
 
     digest: str
     folder: str | None = None
+    files: tuple[tuple[str, int, int], ...] = ()
     tensors: Mapping[str, torch.Tensor] = field(default_factory=dict, repr=False)
 
     def put(self, loaded: LoadedModel) -> None:
@@ -49,7 +51,8 @@ class NewWeights:
         if self.folder is not None:
             try:
                 given = load_other_weights(self.folder, loaded, divided=True).state_dict()
-            except BadArgument as error:
+                problem = "" if _files(self.folder) == self.files else "it has changed since it was checked"
+            except (BadArgument, OSError) as error:
                 problem = str(error)
         (all_can,) = loaded.ranks.agree([int(not problem)])
         if not all_can:
@@ -76,15 +79,24 @@ def read_new(loaded: LoadedModel, weights: str | Path | Mapping[str, torch.Tenso
     if loaded.processor is not None:
         raise UnsupportedModel(f"{loaded.name}: the weights of a model that takes images cannot be changed")
     folder = str(weights)
+    files: tuple[tuple[str, int, int], ...] = ()
     if not isinstance(weights, (str, Path, Mapping)):
         raise BadArgument("weights", type(weights).__name__, "a folder or a state dict")
     if isinstance(weights, Mapping) and loaded.ranks.size > 1:
         raise BadArgument("weights", "a state dict", "a folder, which every rank reads")
     if isinstance(weights, (str, Path)):
+        files = _files(folder)
         weights = load_other_weights(weights, loaded, divided=False).state_dict()
     tensors = _fitted(loaded.model.state_dict(), weights)
     digest = _digest(tensors)
-    return NewWeights(digest, folder) if loaded.ranks.size > 1 else NewWeights(digest, None, tensors)
+    return NewWeights(digest, folder, files) if loaded.ranks.size > 1 else NewWeights(digest, None, (), tensors)
+
+
+def _files(folder: str) -> tuple[tuple[str, int, int], ...]:
+    """Returns what tells whether a folder has changed; nothing of one that is not there, which is refused elsewhere."""
+    paths = Path(folder)
+    found = ((each.name, each.stat()) for each in sorted(paths.iterdir())) if paths.is_dir() else ()
+    return tuple((name, stat.st_size, stat.st_mtime_ns) for name, stat in found)
 
 
 def _fitted(own: Mapping[str, Any], given: Mapping[str, Any]) -> dict[str, torch.Tensor]:

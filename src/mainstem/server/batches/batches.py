@@ -12,6 +12,7 @@ after a restart, and a request whose answer is there is not sent again.
 from __future__ import annotations
 
 import logging
+import threading
 from collections.abc import Callable
 from contextlib import ExitStack
 from functools import partial
@@ -33,6 +34,7 @@ log = logging.getLogger(__name__)
 _AT_ONCE = 8  # requests of all batches that are in the engine
 _LINE_BYTES = 4096  # of an answer, at most, besides its body
 _LOOK_S = 0.1  # between two looks for new batches
+_AGAIN_S = 30.0  # until one is tried again whose end could not be written
 
 _LEFT_OUT = {
     "cancelled": Failure("batch_cancelled", "The batch was cancelled before this request was answered."),
@@ -60,6 +62,7 @@ class Batches:
         self._shelf, self._sender, self._now, self._draining = shelf, sender, now, draining
         self._live: dict[str, _Run] = {}  # by the id of the batch
         self._sending = anyio.CapacityLimiter(_AT_ONCE)
+        self._ending = threading.Lock()  # a batch is cancelled or ends, not both
 
     async def run(self) -> None:
         """Runs batches until it is cancelled."""
@@ -69,15 +72,16 @@ class Batches:
                     busy = any(run.owner == owner for run in self._live.values())
                     ends = batch.cancelling_at is not None or self._now() >= batch.expires_at
                     if batch.id not in self._live and (ends or not busy):
-                        self._live[batch.id] = _Run(self._shelf, owner, batch, self._now, self._draining)
+                        self._live[batch.id] = _Run(self._shelf, owner, batch, self._now, self._draining, self._ending)
                         group.start_soon(self._run, batch.id)
                 await anyio.sleep(_LOOK_S)
 
     def cancel(self, owner: str, batch: BatchObject) -> BatchObject:
         """Lets a batch end: what is under way is answered, and the rest has an error."""
-        if batch.ended_at is None and batch.cancelling_at is None:
-            batch.status, batch.cancelling_at = "cancelling", int(self._now())
-            self._shelf.put(owner, batch)
+        with self._ending:
+            if batch.ended_at is None and batch.cancelling_at is None:
+                batch.status, batch.cancelling_at = "cancelling", int(self._now())
+                self._shelf.put(owner, batch)
         return batch
 
     def counted(self, batch: BatchObject) -> BatchObject:
@@ -93,7 +97,12 @@ class Batches:
             await run.run(None if sends is None else partial(self._send, sends))
         except Exception:  # of one batch; others go on
             log.exception("batch %s failed", id)
-            run.fail([BatchError("server_error", "The server had an error while running the batch.")])
+            try:
+                error = BatchError("server_error", "The server had an error while running the batch.")
+                await anyio.to_thread.run_sync(run.fail, [error])
+            except Exception:  # e.g. the disk is full
+                log.exception("the end of batch %s cannot be written; it is tried again in %g s", id, _AGAIN_S)
+                await anyio.sleep(_AGAIN_S)
         finally:
             del self._live[id]
 
@@ -109,6 +118,7 @@ class _Run:
         shelf: keeps it.
         owner, batch: which one.
         now, draining: see `Batches`.
+        ending: is held while the batch ends, or is cancelled.
     """
 
     def __init__(
@@ -118,8 +128,9 @@ class _Run:
         batch: BatchObject,
         now: Callable[[], float],
         draining: Callable[[], bool],
+        ending: threading.Lock,
     ) -> None:
-        self._shelf, self._now, self._draining = shelf, now, draining
+        self._shelf, self._now, self._draining, self._ending = shelf, now, draining, ending
         self.owner, self.batch = owner, batch
         self._good: Answers | None = None
         self._bad: Answers | None = None
@@ -155,6 +166,9 @@ class _Run:
         """Reads and checks the file, and what was answered before a restart."""
         batch = self.batch
         source, good, bad = map(self._shelf.path, batch.files)
+        kept = self._shelf.get(self.owner, batch.files[0], FileObject)
+        if kept is not None and source.stat().st_size != kept.bytes:
+            raise MainstemError(f"the file {kept.id} does not have the {kept.bytes} bytes that were uploaded")
         requests = stack.enter_context(Requests(source, batch.endpoint))
         self._good, self._bad = (stack.enter_context(Answers(path, requests)) for path in (good, bad))
         batch.request_counts = Counts(len(requests))
@@ -214,12 +228,13 @@ class _Run:
                 self._shelf.put(self.owner, self._file(id, size, f"{batch.id}_{words}.jsonl", now))
             else:
                 self._shelf.forget(self.owner, id)
-        batch.output_file_id, batch.error_file_id = shown
-        batch.status = status
-        if status in ("completed", "expired"):
-            batch.finalizing_at = now
-        setattr(batch, f"{status}_at", now)
-        self._shelf.put(self.owner, batch)
+        with self._ending:
+            batch.output_file_id, batch.error_file_id = shown
+            batch.status = status
+            if status in ("completed", "expired"):
+                batch.finalizing_at = now
+            setattr(batch, f"{status}_at", now)
+            self._shelf.put(self.owner, batch)
 
     def _file(self, id: str, size: int, name: str, now: int) -> FileObject:
         return FileObject(

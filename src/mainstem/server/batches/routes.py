@@ -19,7 +19,7 @@ from mainstem.batch.lines import URLS
 from mainstem.batch.runner import Send, to_app
 from mainstem.server.apis.bodies import decode_known
 from mainstem.server.batches.batches import Batches
-from mainstem.server.batches.shelf import BatchObject, FileObject, Shelf
+from mainstem.server.batches.shelf import BatchObject, FileObject, Shelf, sync
 from mainstem.server.batches.upload import Form, read_upload
 from mainstem.server.errors import ApiError, wrong
 from mainstem.server.fields.openapi import Operation
@@ -150,6 +150,7 @@ class BatchRoutes:
             id=id, bytes=size, created_at=now, expires_at=shelf.expires(now), filename=form.filename or "",
             purpose="batch",
         )  # fmt: skip
+        sync(part)
         part.rename(shelf.path(id))
         shelf.put(owner, made)
         return made

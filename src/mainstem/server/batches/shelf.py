@@ -171,14 +171,15 @@ class Shelf:
 
     def put(self, owner: str, object: FileObject | BatchObject) -> None:
         """Keeps an object, in place of an earlier one with its id. It is on the disk when this returns."""
-        record = msgspec.json.encode(_Record(owner, object))
         part = self._folder / f"{object.id}.part"
         with self._lock:
+            record = msgspec.json.encode(_Record(owner, object))  # not before: another thread may have put a later one
             with open(part, "wb") as file:
                 file.write(record)
                 file.flush()
                 os.fsync(file.fileno())
             os.replace(part, self._folder / f"{object.id}.json")
+            sync(self._folder)
             self._enter(_Record(owner, object), len(record))
 
     def get(self, owner: str, id: str, kind: type[Object]) -> Object | None:
@@ -275,3 +276,12 @@ class Shelf:
         del sizes[id]
         if not sizes:
             del self._sizes[record.owner]
+
+
+def sync(path: Path) -> None:
+    """Brings a file, or the names in a folder, to the disk."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
