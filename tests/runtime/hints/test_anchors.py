@@ -296,7 +296,7 @@ def ended(bench: Forks, prompt: list[int]) -> Sequence:
     """Returns a request that has ended, without running it."""
     request = Request(np.array(prompt, np.int32), marks=(5 * PAGE,))
     intake = bench.scheduler.intake
-    return intake.sequence("x", request, intake.check(request), 0, 0.0)
+    return intake.sequence("x", request, intake.check(request), 0, 0.0, 0, 0)
 
 
 def _known(bench: Forks, prompt: list[int]) -> list[int]:

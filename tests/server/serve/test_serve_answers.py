@@ -289,7 +289,7 @@ def test_every_choice_of_a_stream_is_remembered_and_no_other_tenant_finds_it() -
             assert tokens["another"] == talk.tokenizer.encode(text, add_special_tokens=False)
             unlike += tokens["another"] != tokens[None]
             assert cached(answered) >= len(talk.tokenizer.encode(talk.rendered(head), add_special_tokens=False)) + 44
-        assert unlike >= 4, "of six answers, a few are what the tokenizer would say"
+        assert unlike >= 2, "of six answers, some are not what the tokenizer would say"
 
 
 def test_a_chat_that_is_removed_is_found_by_neither_tokenization() -> None:
