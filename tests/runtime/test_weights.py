@@ -398,3 +398,18 @@ def test_scores_of_old_weights_are_not_kept_beside_pages_of_new_ones(start: Call
     for _ in range(2):
         (made,) = engine.generate([PROMPT], scored)
         assert made.prompt_logprobs == right.prompt_logprobs
+
+
+def test_a_folder_that_has_changed_since_it_was_checked_is_not_put(tmp_path: Path) -> None:
+    model, other = with_weights("llama"), with_weights("llama")
+    before = {name: tensor.clone() for name, tensor in model.model.state_dict().items()}
+    other.model.load_state_dict(changed(other.model, 2))
+    other.model.save_pretrained(tmp_path)
+    new = new_weights.NewWeights("digest", str(tmp_path), new_weights._files(str(tmp_path)))
+    (tmp_path / "notes.txt").write_text("a trainer writes here")
+    with pytest.raises(BadArgument, match="it has changed since it was checked"):
+        new.put(model)
+    assert all(torch.equal(tensor, before[name]) for name, tensor in model.model.state_dict().items())
+    (tmp_path / "notes.txt").unlink()
+    new.put(model)
+    assert not torch.equal(model.model.state_dict()["model.norm.weight"], before["model.norm.weight"])
