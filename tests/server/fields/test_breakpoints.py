@@ -265,7 +265,7 @@ def model() -> Any:
 def serving(model: Any, one_thread: None) -> Iterator[tuple[TestClient, Engine, Clock]]:
     clock = Clock()
     with Engine(model, EngineConfig(pages=600, page_size=4, anchor_share=0.0), clock=clock) as engine:
-        yield TestClient(create_app(engine, ServerConfig(api_key=("k", "l")))), engine, clock
+        yield TestClient(create_app(engine, ServerConfig(api_key=("k", "l"), precompute_turns=0.0))), engine, clock
 
 
 def message(server: TestClient, *messages: Any, key: str = "k", **fields: Any) -> dict[str, Any]:

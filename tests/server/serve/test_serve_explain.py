@@ -59,7 +59,7 @@ def start(model: Any, one_thread: None) -> Start:
     def started(tiers: TierConfig | None = None, pages: int = 128, **config: Any) -> Iterator[Serving]:
         tiers = tiers or TierConfig()
         with Engine(model, EngineConfig(pages=pages, page_size=PAGE, explain=True, tiers=tiers)) as engine:
-            yield TestClient(create_app(engine, ServerConfig(**config))), engine
+            yield TestClient(create_app(engine, ServerConfig(**{"precompute_turns": 0.0, **config}))), engine
 
     return started
 

@@ -29,7 +29,7 @@ def serving() -> Iterator[TestClient]:
     tokenizer = tokenizer_of("llama3")
     made = replace(loaded(tiny("llama", vocab_size=len(tokenizer), max_position_embeddings=1024)), tokenizer=tokenizer)
     with Engine(made, EngineConfig(pages=PAGES, page_size=1, draft_tokens=0)) as engine:
-        yield TestClient(create_app(engine, ServerConfig()))
+        yield TestClient(create_app(engine, ServerConfig(precompute_turns=0.0)))
 
 
 @pytest.fixture
