@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import tracemalloc
 from pathlib import Path
 from typing import Any
 
@@ -24,8 +25,12 @@ def written(folder: Path, *texts: str) -> Path:
 
 
 def problems(folder: Path, *texts: str, only: str | None = None) -> list[tuple[int, str]]:
+    return problems_of(written(folder, *texts), only=only)
+
+
+def problems_of(path: Path, most_bytes: int = 1 << 24, only: str | None = None) -> list[tuple[int, str]]:
     with pytest.raises(BadBatch) as caught:
-        Requests(written(folder, *texts), only)
+        Requests(path, only, most_bytes=most_bytes)
     return [(each.line, each.code) for each in caught.value.problems]
 
 
@@ -96,6 +101,30 @@ def test_the_length_of_an_id_is_bounded(tmp_path: Path) -> None:
     with Requests(written(tmp_path, line("x" * most))) as requests:
         assert len(requests) == 1
     assert problems(tmp_path, line("x" * (most + 1))) == [(1, "invalid_request")]
+
+
+def test_the_length_of_a_line_is_bounded_and_the_ones_after_it_are_read(tmp_path: Path) -> None:
+    most = len(line("bb"))
+    path = written(tmp_path, line("a"), line("bb"), line("ccc"), "x" * 300_000, "{", line("d") + " " * 99)
+    with pytest.raises(BadBatch, match=f"line 3: longer than {most} bytes") as caught:
+        Requests(path, most_bytes=most)
+    assert [(each.line, each.code) for each in caught.value.problems] == [
+        (3, "line_too_long"), (4, "line_too_long"), (5, "invalid_json_line"), (6, "line_too_long"),
+    ]  # fmt: skip
+    with Requests(written(tmp_path, line("a"), line("bb"), "", line("c")), most_bytes=most) as requests:
+        assert [requests[i].custom_id for i in range(3)] == ["a", "bb", "c"]
+
+
+def test_a_line_without_an_end_takes_no_more_memory_than_one_may_have(tmp_path: Path) -> None:
+    path = tmp_path / "requests.jsonl"
+    with open(path, "wb") as file:
+        file.truncate(64 << 20)  # a hole: one line of zeros
+    tracemalloc.start()
+    try:
+        assert [code for _, code in problems_of(path, 1 << 16)] == ["line_too_long"]
+        assert tracemalloc.get_traced_memory()[1] < 2 << 20
+    finally:
+        tracemalloc.stop()
 
 
 def test_only_the_first_problems_are_told(tmp_path: Path) -> None:

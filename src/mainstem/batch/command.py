@@ -183,12 +183,9 @@ class _Job:
         """Lets an engine in this process answer, by the application that serves it."""
         from mainstem.batch.runner import to_app
         from mainstem.server.app import create_app
-        from mainstem.settings.fields import INT64_MAX
         from mainstem.settings.server import ServerConfig
 
-        config = ServerConfig(
-            served_model_name=tuple(names), embeddings=True, precompute_turns=0.0, max_body_bytes=INT64_MAX
-        )
+        config = ServerConfig(served_model_name=tuple(names), embeddings=True, precompute_turns=0.0)
         app = create_app(engine, config)
         size, self._failure = engine.config.page_size, lambda: engine.failure
         made = self._plan(app.state.generating.prompt, size, engine.pages * size)

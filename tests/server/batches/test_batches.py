@@ -164,6 +164,13 @@ def test_a_file_that_cannot_run_fails_its_batch(tmp_path: Path, content: bytes, 
         assert batch["output_file_id"] is None
 
 
+def test_a_line_is_as_long_as_a_body_may_be(tmp_path: Path) -> None:
+    most = len(line("a")) - 1
+    with serving(tmp_path, max_body_bytes=most) as server:
+        assert ran(server, line("a"))["status"] == "completed"
+        assert ran(server, line("ab"))["errors"]["data"][0]["code"] == "line_too_long"
+
+
 def test_another_key_finds_nothing(tmp_path: Path) -> None:
     with serving(tmp_path, api_key=("a", "b")) as server:
         batch = ran(server, line("x"), headers=A)
@@ -417,7 +424,7 @@ def test_a_new_batch_is_looked_for_ten_times_a_second(tmp_path: Path, monkeypatc
 
     monkeypatch.setattr(anyio, "sleep", sleep)
     with pytest.raises(ExceptionGroup):
-        anyio.run(batches.Batches(kept, lambda owner: None, lambda: 0.0, lambda: False).run)
+        anyio.run(batches.Batches(kept, lambda owner: None, lambda: 0.0, lambda: False, 1).run)
     assert slept == [0.1]
 
 

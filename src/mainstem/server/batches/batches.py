@@ -50,6 +50,7 @@ class Batches:
         sender: returns what sends the requests of an owner; None: the server has no such key any more.
         now: seconds since the epoch.
         draining: whether the server is about to end.
+        most_bytes: of a line of requests.
     """
 
     def __init__(
@@ -58,8 +59,10 @@ class Batches:
         sender: Callable[[str], Send | None],
         now: Callable[[], float],
         draining: Callable[[], bool],
+        most_bytes: int,
     ) -> None:
         self._shelf, self._sender, self._now, self._draining = shelf, sender, now, draining
+        self._most_bytes = most_bytes
         self._live: dict[str, _Run] = {}  # by the id of the batch
         self._sending = anyio.CapacityLimiter(_AT_ONCE)
         self._ending = threading.Lock()  # a batch is cancelled or ends, not both
@@ -72,7 +75,8 @@ class Batches:
                     busy = any(run.owner == owner for run in self._live.values())
                     ends = batch.cancelling_at is not None or self._now() >= batch.expires_at
                     if batch.id not in self._live and (ends or not busy):
-                        self._live[batch.id] = _Run(self._shelf, owner, batch, self._now, self._draining, self._ending)
+                        given = (self._now, self._draining, self._most_bytes, self._ending)
+                        self._live[batch.id] = _Run(self._shelf, owner, batch, *given)
                         group.start_soon(self._run, batch.id)
                 await anyio.sleep(_LOOK_S)
 
@@ -117,7 +121,7 @@ class _Run:
     Args:
         shelf: keeps it.
         owner, batch: which one.
-        now, draining: see `Batches`.
+        now, draining, most_bytes: see `Batches`.
         ending: is held while the batch ends, or is cancelled.
     """
 
@@ -128,9 +132,11 @@ class _Run:
         batch: BatchObject,
         now: Callable[[], float],
         draining: Callable[[], bool],
+        most_bytes: int,
         ending: threading.Lock,
     ) -> None:
         self._shelf, self._now, self._draining, self._ending = shelf, now, draining, ending
+        self._most_bytes = most_bytes
         self.owner, self.batch = owner, batch
         self._good: Answers | None = None
         self._bad: Answers | None = None
@@ -169,7 +175,7 @@ class _Run:
         kept = self._shelf.get(self.owner, batch.files[0], FileObject)
         if kept is not None and source.stat().st_size != kept.bytes:
             raise MainstemError(f"the file {kept.id} does not have the {kept.bytes} bytes that were uploaded")
-        requests = stack.enter_context(Requests(source, batch.endpoint))
+        requests = stack.enter_context(Requests(source, batch.endpoint, most_bytes=self._most_bytes))
         self._good, self._bad = (stack.enter_context(Answers(path, requests)) for path in (good, bad))
         batch.request_counts = Counts(len(requests))
         self.count()

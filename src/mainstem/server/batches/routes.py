@@ -64,7 +64,8 @@ class BatchRoutes:
             self._shelf = Shelf(config.batch_folder, config.batch_bytes, config.batch_age_s, parts.now)
             self._owners = parts.access.names(self._shelf.secret)
             self._names = {tenant: name for name, tenant in self._owners.items()}
-            self.batches = Batches(self._shelf, lambda owner: self._sender(app, owner), parts.now, parts.draining)
+            most = parts.config.max_body_bytes
+            self.batches = Batches(self._shelf, lambda owner: self._sender(app, owner), parts.now, parts.draining, most)
 
     def routes(self) -> list[Operation]:
         """Returns them."""
