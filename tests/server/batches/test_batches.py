@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import asyncio
 import errno
 import json
+import os
+import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -169,6 +172,44 @@ def test_a_line_is_as_long_as_a_body_may_be(tmp_path: Path) -> None:
     with serving(tmp_path, max_body_bytes=most) as server:
         assert ran(server, line("a"))["status"] == "completed"
         assert ran(server, line("ab"))["errors"]["data"][0]["code"] == "line_too_long"
+
+
+def test_the_loop_of_the_server_does_not_wait_for_the_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nor for the shelf, which is locked while it brings something to the disk."""
+    waited, fsync, made = list[str](), os.fsync, shelf.Shelf.__init__
+
+    def note(what: str) -> None:
+        with suppress(RuntimeError):  # this thread has no loop
+            asyncio.get_running_loop()
+            waited.append(what)
+
+    class Lock:
+        def __init__(self) -> None:
+            self._lock = threading.Lock()
+
+        def __enter__(self) -> None:
+            note("the shelf")
+            self._lock.acquire()
+
+        def __exit__(self, *exc: object) -> None:
+            self._lock.release()
+
+    def make(self: Any, *given: Any) -> None:
+        made(self, *given)
+        self._lock = Lock()
+
+    def sync(file: int) -> None:
+        note("the disk")
+        fsync(file)
+
+    monkeypatch.setattr(shelf.Shelf, "__init__", make)
+    monkeypatch.setattr(os, "fsync", sync)
+    with serving(tmp_path, FakeEngine(step_s=0.02)) as server:
+        ran(server, line("a"), line("b", 5))
+        error_of(upload(server, line("a"), purpose="other"), 400)
+        id = begin(server, upload(server, b"".join(line(f"r{i}") for i in range(60))).json()["id"]).json()["id"]
+        eventually(lambda: server.get(f"/v1/batches/{id}").json()["request_counts"]["completed"] > 0, 30)
+    assert waited == []
 
 
 def test_another_key_finds_nothing(tmp_path: Path) -> None:

@@ -14,7 +14,7 @@ from __future__ import annotations
 import logging
 import threading
 from collections.abc import Callable
-from contextlib import ExitStack
+from contextlib import AsyncExitStack, ExitStack
 from functools import partial
 
 import anyio
@@ -71,7 +71,8 @@ class Batches:
         """Runs batches until it is cancelled."""
         async with anyio.create_task_group() as group:
             while True:
-                for owner, batch in [] if self._draining() else self._shelf.unfinished():
+                unfinished = await anyio.to_thread.run_sync(self._shelf.unfinished)
+                for owner, batch in [] if self._draining() else unfinished:
                     busy = any(run.owner == owner for run in self._live.values())
                     ends = batch.cancelling_at is not None or self._now() >= batch.expires_at
                     if batch.id not in self._live and (ends or not busy):
@@ -115,6 +116,12 @@ class Batches:
             return await send(path, body)
 
 
+async def _on_a_thread(work: Callable[[], None]) -> None:
+    """Does what waits for the disk, also where the task is cancelled."""
+    with anyio.CancelScope(shield=True):
+        await anyio.to_thread.run_sync(work)
+
+
 class _Run:
     """One batch while it runs.
 
@@ -143,7 +150,9 @@ class _Run:
 
     async def run(self, send: Send | None) -> None:
         """Runs the batch to its end, or until the server drains."""
-        with ExitStack() as stack:
+        async with AsyncExitStack() as closing:
+            stack = ExitStack()
+            closing.push_async_callback(_on_a_thread, stack.close)
             try:
                 requests = await anyio.to_thread.run_sync(self._open, stack)
                 if send is None:

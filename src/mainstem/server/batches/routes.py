@@ -128,6 +128,11 @@ class BatchRoutes:
         id = f"file-{secrets.token_hex(16)}"
         part = shelf.path(id).with_suffix(".part")
         made = None
+
+        def forget() -> None:
+            part.unlink(missing_ok=True)
+            shelf.forget(owner, id)
+
         try:
             with open(part, "xb", opener=_private) as file:
                 form = await read_upload(http, file, lambda size: shelf.reserve(owner, id, size))
@@ -137,8 +142,8 @@ class BatchRoutes:
             raise ApiError(507, f"The file cannot be kept: {error.strerror}.", code="no_space") from None
         finally:
             if made is None:
-                part.unlink(missing_ok=True)
-                shelf.forget(owner, id)
+                with anyio.CancelScope(shield=True):
+                    await anyio.to_thread.run_sync(forget)
 
     def _keep(self, shelf: Shelf, owner: str, id: str, form: Form) -> FileObject:
         fields, part = form.fields, shelf.path(id).with_suffix(".part")

@@ -115,7 +115,7 @@ async def read_upload(http: Request, file: IO[bytes], fits: Callable[[int], bool
     Args:
         http: the request.
         file: gets the file.
-        fits: is told the bytes of the body so far, and returns whether they may be kept.
+        fits: is told the bytes of the body so far, and returns whether they may be kept. It is called on a thread.
 
     Raises:
         ApiError: 413; they may not. 400; it is no form.
@@ -124,12 +124,18 @@ async def read_upload(http: Request, file: IO[bytes], fits: Callable[[int], bool
     """
     form, size = Form(http.headers.get("content-type", ""), file), 0
     declared = http.headers.get("content-length", "")
-    if fits(int(declared) if declared.isdecimal() else 0):
+
+    def feed(piece: bytes) -> bool:
+        kept = fits(size)
+        if kept:
+            form.feed(piece)
+        return kept
+
+    if await anyio.to_thread.run_sync(fits, int(declared) if declared.isdecimal() else 0):
         async for piece in http.stream():
             size += len(piece)
-            if not fits(size):
+            if not await anyio.to_thread.run_sync(feed, piece):
                 break
-            await anyio.to_thread.run_sync(form.feed, piece)
         else:
             return form
     message = "The file is too large: no more is left for the files of this key (option --batch-bytes)."
