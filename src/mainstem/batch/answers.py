@@ -72,6 +72,7 @@ class Answers:
         requests: of the batch.
         write: appends bytes.
         clock: seconds, monotonic.
+        only_reads: the file is not changed, nor made: one that is not there has no answers.
 
     Attributes:
         answered: of each request, whether its answer is in the file: bool [requests].
@@ -89,13 +90,19 @@ class Answers:
         *,
         write: Write = os.write,
         clock: Callable[[], float] = time.monotonic,
+        only_reads: bool = False,
     ) -> None:
         self._path, self._requests, self._write, self._clock = path, requests, write, clock
+        self._only_reads = only_reads
         self._lock = threading.Lock()  # guards all below
         self.answered: NDArray[np.bool_] = np.zeros(len(requests), np.bool_)
         self.failed = 0
+        self._file: IO[bytes]
         self._synced_s = clock()
-        self._file = os.fdopen(os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600), "r+b")
+        if only_reads:
+            self._file = open(path if path.exists() else os.devnull, "rb")  # noqa: SIM115  # `close` closes it
+        else:
+            self._file = os.fdopen(os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600), "r+b")
         try:
             self._end = self._read(self._file)
         except BaseException:
@@ -138,7 +145,8 @@ class Answers:
         """Brings all answers to the disk, and closes the file."""
         with self._lock:
             if not self._file.closed:
-                os.fsync(self._file.fileno())
+                if not self._only_reads:
+                    os.fsync(self._file.fileno())
                 self._file.close()
 
     def _append(self, line: bytes) -> None:
@@ -153,7 +161,8 @@ class Answers:
     def _read(self, file: IO[bytes]) -> int:
         """Reads what is answered, cuts off a line that was not finished, and returns the end of the rest."""
         try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            if not self._only_reads:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError:
             raise self._wrong("a file that no other process writes answers to") from None
         end = 0
@@ -172,7 +181,8 @@ class Answers:
             self.answered[index] = True
             self.failed += known.response is None or known.response.status_code != 200
             end += len(line)
-        os.ftruncate(file.fileno(), end)
+        if not self._only_reads:
+            os.ftruncate(file.fileno(), end)
         return end
 
     def _wrong(self, allowed: str) -> BadArgument:

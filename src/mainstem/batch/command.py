@@ -85,7 +85,7 @@ def batch(
         raise MainstemError(f"{requests}: {error}") from None
     except OSError as error:
         raise BadArgument("requests", str(requests), f"a file that can be read: {error.strerror}") from None
-    with read, Answers(output, read) as answers, Bars(STAGES) as bars:
+    with read, Answers(output, read, only_reads=dry_run) as answers, Bars(STAGES) as bars:
         if answers.answered.all():
             say(f"all {counted(len(read), 'request')} are answered in {output}")
             return
