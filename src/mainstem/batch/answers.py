@@ -56,12 +56,17 @@ class _Status(Struct):
     status_code: int = 0
 
 
+class _Code(Struct):
+    code: str = ""
+
+
 class _Known(Struct):
     """What is read again of an answer."""
 
     id: str
     custom_id: str
     response: _Status | None = None
+    error: _Code | None = None
 
 
 class Answers:
@@ -77,6 +82,7 @@ class Answers:
     Attributes:
         answered: of each request, whether its answer is in the file: bool [requests].
         failed: how many answers are no success.
+        codes: of the errors that are in the file.
 
     Raises:
         BadArgument: another process writes to the file, or it has something else than answers to these requests.
@@ -97,6 +103,7 @@ class Answers:
         self._lock = threading.Lock()  # guards all below
         self.answered: NDArray[np.bool_] = np.zeros(len(requests), np.bool_)
         self.failed = 0
+        self.codes: set[str] = set()
         self._file: IO[bytes]
         self._synced_s = clock()
         if only_reads:
@@ -140,6 +147,7 @@ class Answers:
             self._end += len(line)
             self.answered[index] = True
             self.failed += response is None or response.status_code != 200
+            self.codes |= set() if error is None else {error.code}
 
     def close(self) -> None:
         """Brings all answers to the disk, and closes the file."""
@@ -180,6 +188,7 @@ class Answers:
                 raise self._wrong(f"a file in which each request is answered once: line {number} is its second answer")
             self.answered[index] = True
             self.failed += known.response is None or known.response.status_code != 200
+            self.codes |= set() if known.error is None else {known.error.code}
             end += len(line)
         if not self._only_reads:
             os.ftruncate(file.fileno(), end)

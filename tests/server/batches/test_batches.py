@@ -319,6 +319,28 @@ def test_a_batch_expires(tmp_path: Path, passed_s: int, status: str) -> None:
         assert len(content(server, batch["output_file_id"])) + len(bad) == 60
 
 
+def test_a_batch_that_expired_as_the_server_was_killed_stays_expired(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    now, finish = [1000.0], batches._Run._finish
+
+    with serving(tmp_path, FakeEngine(step_s=0.02), now=lambda: now[0], batch_age_s=1e6) as server:
+        id = begin(server, upload(server, b"".join(line(f"r{i}") for i in range(60))).json()["id"]).json()["id"]
+        eventually(lambda: server.get(f"/v1/batches/{id}").json()["request_counts"]["completed"] > 0, 30)
+        ends = list[str]()  # what it would have ended with, had it not been killed
+        monkeypatch.setattr(batches._Run, "_finish", lambda self, status: ends.append(status))
+        now[0] += 86400
+        eventually(lambda: bool(ends), 30)
+    assert ends[0] == "expired"
+    monkeypatch.setattr(batches._Run, "_finish", finish)
+    with serving(tmp_path, now=lambda: now[0], batch_age_s=1e6) as server:
+        batch = ended(server, id)
+        assert batch["status"] == "expired" and batch["expired_at"] == now[0]
+        bad = content(server, batch["error_file_id"])
+        assert {each["error"]["code"] for each in bad.values()} == {"batch_expired"}
+        assert len(content(server, batch["output_file_id"])) + len(bad) == 60
+
+
 def test_files_are_deleted_at_their_age(tmp_path: Path) -> None:
     now = [1000.0]
     with serving(tmp_path, now=lambda: now[0], batch_age_s=100.0) as server:

@@ -223,7 +223,8 @@ class _Run:
         rest = (~self._answered()).nonzero()[0].tolist()
         for index in rest:
             self._add(index, None, _LEFT_OUT[status])
-        if not rest and status == "expired":
+        assert self._bad is not None
+        if status == "expired" and _LEFT_OUT[status].code not in self._bad.codes:  # also of a process that was killed
             status = "completed"
         self._finish(status)
 
