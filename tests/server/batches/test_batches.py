@@ -19,13 +19,14 @@ import pytest
 from machine import eventually
 from rigs.app_client import error_of
 from rigs.fake_engine import FakeEngine
+from starlette.responses import FileResponse
 from starlette.testclient import TestClient
 
-from mainstem.batch.answers import Answer, Failure, Response
+from mainstem.batch.answers import Answer, Answers, Failure, Response
 from mainstem.errors import BadArgument
 from mainstem.runtime.request import LOWEST_PRIORITY
 from mainstem.server.app import create_app
-from mainstem.server.batches import batches, shelf
+from mainstem.server.batches import batches, routes, shelf
 from mainstem.settings.server import BatchConfig, ServerConfig
 
 CHAT = "/v1/chat/completions"
@@ -138,6 +139,44 @@ def test_files_are_listed_described_and_deleted(tmp_path: Path) -> None:
             second["id"]
         ]
         assert server.get("/v1/files", params={"purpose": "batch_output"}).json()["data"] == []
+
+
+def test_a_file_that_was_deleted_meanwhile_is_not_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    get = shelf.Shelf.get
+
+    def deleting(self: shelf.Shelf, owner: str, id: str, kind: Any) -> Any:
+        found = get(self, owner, id, kind)
+        self.delete(id)
+        return found
+
+    with serving(tmp_path) as server:
+        for ask in (lambda id: server.get(f"/v1/files/{id}/content"), lambda id: server.delete(f"/v1/files/{id}")):
+            id = upload(server, line("a")).json()["id"]
+            with monkeypatch.context() as patched:
+                patched.setattr(shelf.Shelf, "get", deleting)
+                answer = ask(id)
+            assert answer.status_code == (404 if answer.request.method == "GET" else 200)
+        assert server.get("/v1/files").json()["data"] == []
+
+
+def test_a_file_that_goes_before_it_is_streamed_breaks_its_own_answer_only(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    class Gone(FileResponse):
+        """Deletes the file after it was looked at."""
+
+        def __init__(self, path: Path, **given: Any) -> None:
+            super().__init__(path, **given)
+            path.unlink()
+
+    with serving(tmp_path) as server:
+        ids = [upload(server, line(each)).json()["id"] for each in "ab"]
+        with monkeypatch.context() as patched:
+            patched.setattr(routes, "FileResponse", Gone)
+            assert server.get(f"/v1/files/{ids[0]}/content").content == b""  # and uvicorn closes the connection
+        error_of(server.get(f"/v1/files/{ids[0]}/content"), 404)
+        assert server.get(f"/v1/files/{ids[1]}/content").content == line("b")
+    assert ["request" in record.message for record in caplog.records if record.exc_info] == [True]
 
 
 def test_batches_are_listed(tmp_path: Path) -> None:
@@ -403,6 +442,49 @@ def test_wrong_fields_of_a_batch_are_named(tmp_path: Path, change: dict[str, Any
         assert error_of(begin(server, file, **change), 400)["param"] == param
         most = {"metadata": {"n" * 64: "v" * 512, **{f"n{i}": "" for i in range(15)}}}
         assert begin(server, file, **most).status_code == 200
+
+
+@pytest.mark.parametrize("broken", ["input", "plan", "answers", "other answers"])
+def test_clients_read_what_failed_and_no_path(tmp_path: Path, broken: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    with serving(tmp_path) as server:
+        file = upload(server, line("a")).json()["id"]
+        if broken == "input":
+            (tmp_path / f"{file}.jsonl").rename(tmp_path / "gone")
+        elif broken == "plan":
+            why = f"No usable temporary directory found in ['{tmp_path}']"
+            monkeypatch.setattr(batches, "planned", raising(FileNotFoundError(errno.ENOENT, why)))
+        elif broken == "answers":
+            monkeypatch.setattr(Answers, "_append", raising(OSError(errno.EIO, os.strerror(errno.EIO))))
+        else:
+            monkeypatch.setattr(Answers, "_read", lambda self, file: raising(self._wrong("mine"))())
+        batch = ended(server, begin(server, file).json()["id"])
+        if broken == "input":
+            (tmp_path / "gone").rename(tmp_path / f"{file}.jsonl")
+        assert batch["status"] == "failed"
+        (error,) = batch["errors"]["data"]
+        assert str(tmp_path) not in str(batch)
+        says = {
+            "input": "No such file",
+            "plan": "No such file",
+            "answers": "Input/output error",
+            "other answers": "mine",
+        }
+        assert says[broken] in error["message"]
+
+
+def raising(error: Exception) -> Any:
+    def fail(*given: object, **more: object) -> Any:
+        raise error
+
+    return fail
+
+
+def test_an_upload_that_cannot_be_kept_names_no_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with serving(tmp_path) as server:
+        monkeypatch.setattr("mainstem.server.batches.routes.sync", raising(OSError(errno.EIO, f"bad {tmp_path}")))
+        error = error_of(upload(server, line("a")), 507)
+        assert "Input/output error" in error["message"] and str(tmp_path) not in error["message"]
+        assert server.get("/v1/files").json()["data"] == []
 
 
 def test_answers_are_no_input(tmp_path: Path) -> None:

@@ -163,7 +163,9 @@ class _Run:
             except (MainstemError, OSError) as error:
                 problems = error.problems if isinstance(error, BadBatch) else []
                 errors = [BatchError(code, message, line) for line, code, message in problems]
-                await anyio.to_thread.run_sync(self.fail, errors or [BatchError("batch_failed", str(error))])
+                await anyio.to_thread.run_sync(
+                    self.fail, errors or [BatchError("batch_failed", self._shelf.said(error))]
+                )
 
     def count(self) -> None:
         """Brings the counts of the batch up to date."""

@@ -139,7 +139,7 @@ class BatchRoutes:
             made = await anyio.to_thread.run_sync(self._keep, shelf, owner, id, form)
             return json_response(made)
         except OSError as error:
-            raise ApiError(507, f"The file cannot be kept: {error.strerror}.", code="no_space") from None
+            raise ApiError(507, shelf.said(error), code="no_space") from None
         finally:
             if made is None:
                 with anyio.CancelScope(shield=True):
@@ -170,7 +170,11 @@ class BatchRoutes:
 
     def _content(self, shelf: Shelf, owner: str, id: str) -> Response:
         file = self._file(shelf, owner, id)
-        return FileResponse(shelf.path(file.id), media_type="application/jsonl")
+        path = shelf.path(file.id)
+        try:
+            return FileResponse(path, media_type="application/jsonl", stat_result=path.stat())
+        except FileNotFoundError:  # it was deleted meanwhile
+            return _found(None, id)
 
     def _delete(self, shelf: Shelf, owner: str, id: str) -> Deleted:
         self._file(shelf, owner, id)
