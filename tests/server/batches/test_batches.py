@@ -179,6 +179,14 @@ def test_a_file_that_goes_before_it_is_streamed_breaks_its_own_answer_only(
     assert ["request" in record.message for record in caplog.records if record.exc_info] == [True]
 
 
+def test_the_name_of_a_file_comes_back(tmp_path: Path) -> None:
+    with serving(tmp_path) as server:
+        files = {"file": ("ü 你好.jsonl", line("a"))}
+        made = server.post("/v1/files", data={"purpose": "batch"}, files=files).json()
+        assert made["filename"] == "ü 你好.jsonl"
+        assert server.get("/v1/files").json()["data"] == [made]
+
+
 def test_batches_are_listed(tmp_path: Path) -> None:
     with serving(tmp_path) as server:
         made = [ran(server, line(id))["id"] for id in "abc"]

@@ -5,6 +5,8 @@ from __future__ import annotations
 import email
 import re
 from collections.abc import Callable
+from email.message import Message
+from email.utils import collapse_rfc2231_value
 from typing import IO
 
 import anyio
@@ -89,12 +91,12 @@ class Form:
             raise wrong("body", "the head of a part is too long")
         if not found:
             return False
-        read = email.message_from_bytes(head)
+        read = email.message_from_string(head.decode(errors="replace"))
         name = read.get_param("name", header="content-disposition")
         if not isinstance(name, str) or name in self._parts or (name == "file" and self.filename is not None):
             raise wrong("body", "each part must have a name of its own")
         if name == "file":
-            self.filename = read.get_filename() or "upload"
+            self.filename = _filename(read) or "upload"
         else:
             self._parts[name] = b""
         self._field, self._buffer = name, rest
@@ -107,6 +109,18 @@ class Form:
             self._parts[self._field] += data
             if sum(map(len, self._parts.values())) > _MOST_FIELDS:
                 raise wrong(self._field[:100], "the fields of the form are too long")
+
+
+def _filename(head: Message) -> str:
+    """Returns the name of a file: that of `filename*` (RFC 5987), which has a charset, before a plain one."""
+    given = head.get_params(failobj=[], header="content-disposition")
+    named = [value for name, value in given if name.lower() == "filename"]
+    try:
+        found = next((collapse_rfc2231_value(value) for value in named if isinstance(value, tuple)), None)
+    except ValueError:
+        raise wrong("filename*", "must be UTF-8''NAME") from None
+    name = found or (str(named[0]) if named else "")
+    return name.encode(errors="replace").decode()
 
 
 async def read_upload(http: Request, file: IO[bytes], fits: Callable[[int], bool]) -> Form:
