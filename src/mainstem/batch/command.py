@@ -5,6 +5,7 @@ from __future__ import annotations
 import signal
 import time
 from collections.abc import Callable, Sequence
+from contextlib import closing
 from datetime import datetime, timedelta
 from functools import partial
 from pathlib import Path
@@ -85,7 +86,7 @@ def batch(
         raise MainstemError(f"{requests}: {error}") from None
     except OSError as error:
         raise BadArgument("requests", str(requests), f"a file that can be read: {error.strerror}") from None
-    with read, Answers(output, read, only_reads=dry_run) as answers, Bars(STAGES) as bars:
+    with closing(read), closing(Answers(output, read, only_reads=dry_run)) as answers, Bars(STAGES) as bars:
         if answers.answered.all():
             say(f"all {counted(len(read), 'request')} are answered in {output}")
             return

@@ -14,7 +14,7 @@ from __future__ import annotations
 import logging
 import threading
 from collections.abc import Callable
-from contextlib import AsyncExitStack, ExitStack
+from contextlib import AsyncExitStack, ExitStack, closing
 from functools import partial
 
 import anyio
@@ -186,8 +186,8 @@ class _Run:
         kept = self._shelf.get(self.owner, batch.files[0], FileObject)
         if kept is not None and source.stat().st_size != kept.bytes:
             raise MainstemError(f"the file {kept.id} does not have the {kept.bytes} bytes that were uploaded")
-        requests = stack.enter_context(Requests(source, batch.endpoint, most_bytes=self._most_bytes))
-        self._good, self._bad = (stack.enter_context(Answers(path, requests)) for path in (good, bad))
+        requests = stack.enter_context(closing(Requests(source, batch.endpoint, most_bytes=self._most_bytes)))
+        self._good, self._bad = (stack.enter_context(closing(Answers(path, requests))) for path in (good, bad))
         batch.request_counts = Counts(len(requests))
         self.count()
         if batch.status == "validating":
