@@ -174,7 +174,7 @@ class BatchRoutes:
         try:
             return FileResponse(path, media_type="application/jsonl", stat_result=path.stat())
         except FileNotFoundError:  # it was deleted meanwhile
-            return _found(None, id)
+            raise _gone(id) from None
 
     def _delete(self, shelf: Shelf, owner: str, id: str) -> Deleted:
         self._file(shelf, owner, id)
@@ -241,9 +241,13 @@ def _check_notes(notes: dict[str, str]) -> None:
 
 def _found(object: Object | None, id: str) -> Object:
     if object is None:
-        kind = "batch" if id.startswith("batch_") else "file"
-        raise ApiError(404, f"The {kind} {id!r} was not found: none is kept forever.", code=f"{kind}_not_found")
+        raise _gone(id)
     return object
+
+
+def _gone(id: str) -> ApiError:
+    kind = "batch" if id.startswith("batch_") else "file"
+    return ApiError(404, f"The {kind} {id!r} was not found: none is kept forever.", code=f"{kind}_not_found")
 
 
 def _page(objects: list[Any], query: Any) -> Page:
