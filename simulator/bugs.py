@@ -692,6 +692,11 @@ PYTHON: tuple[Mutant, ...] = (
         _AUDITED + "test_what_storage_alone_has_after_a_page_is_removed_with_it",
     ),
     _mutant(
+        "what gave way to others in a step computes in it", "-", _SCHEDULER,
+        "if pair[0].id in self._running and pair[0].id not in again] + admitted", "] + admitted",
+        "tests/runtime/schedule/test_scheduler.py::test_with_its_share_it_is_still_the_first_to_give_way",
+    ),
+    _mutant(
         "an audit goes on while a request waits", "-", _SCHEDULER,
         "elif self._auditor is not None and not (self.busy or", "if self._auditor is not None and not (False and",
         _AUDITED + "test_a_request_that_arrives_during_an_audit_waits_for_one_chunk",

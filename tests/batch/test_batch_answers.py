@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import json
 import os
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -21,13 +22,13 @@ GOOD = Response(200, "id", msgspec.Raw(b'{"a":1}'))
 
 @pytest.fixture
 def requests(tmp_path: Path) -> Any:
-    with Requests(written(tmp_path, *(line(f"r{i}") for i in range(4)))) as read:
+    with closing(Requests(written(tmp_path, *(line(f"r{i}") for i in range(4))))) as read:
         yield read
 
 
 def test_answers_are_lines_of_the_format(tmp_path: Path, requests: Requests) -> None:
     path = tmp_path / "answers.jsonl"
-    with Answers(path, requests) as answers:
+    with closing(Answers(path, requests)) as answers:
         answers.add(2, GOOD)
         answers.add(0, None, Failure("code", "why"))
         assert answers.answered.tolist() == [True, False, True, False]
@@ -43,12 +44,12 @@ def test_answers_are_lines_of_the_format(tmp_path: Path, requests: Requests) -> 
 @pytest.mark.parametrize("torn", [0, 1, 30, -1])
 def test_an_answer_that_was_not_finished_is_cut_off(tmp_path: Path, requests: Requests, torn: int) -> None:
     path = tmp_path / "answers.jsonl"
-    with Answers(path, requests) as answers:
+    with closing(Answers(path, requests)) as answers:
         answers.add(2, GOOD)
         whole = answers.size
         answers.add(1, GOOD)
     path.write_bytes(path.read_bytes()[: whole + torn if torn >= 0 else torn])
-    with Answers(path, requests) as answers:
+    with closing(Answers(path, requests)) as answers:
         assert answers.answered.tolist() == [False, False, True, False]
         assert path.stat().st_size == whole
         answers.add(1, GOOD)
@@ -58,11 +59,11 @@ def test_an_answer_that_was_not_finished_is_cut_off(tmp_path: Path, requests: Re
 def test_answers_of_another_batch_are_refused(tmp_path: Path, requests: Requests) -> None:
     """Also where it has the same custom_ids."""
     path = tmp_path / "answers.jsonl"
-    with Answers(path, requests) as answers:
+    with closing(Answers(path, requests)) as answers:
         answers.add(0, GOOD)
     before = path.read_bytes()
     with (
-        Requests(written(tmp_path, line("r0", max_tokens=1), line("r1"))) as other,
+        closing(Requests(written(tmp_path, line("r0", max_tokens=1), line("r1")))) as other,
         pytest.raises(BadArgument, match="line 1 answers another one"),
     ):
         Answers(path, other)
@@ -71,10 +72,10 @@ def test_answers_of_another_batch_are_refused(tmp_path: Path, requests: Requests
 
 def test_a_batch_that_got_more_requests_goes_on(tmp_path: Path, requests: Requests) -> None:
     path = tmp_path / "answers.jsonl"
-    with Answers(path, requests) as answers:
+    with closing(Answers(path, requests)) as answers:
         answers.add(3, GOOD)
     added = written(tmp_path, line("new"), *(line(f"r{i}") for i in range(4)))
-    with Requests(added) as more, Answers(path, more) as answers:
+    with closing(Requests(added)) as more, closing(Answers(path, more)) as answers:
         assert answers.answered.tolist() == [False, False, False, False, True]
 
 
@@ -89,7 +90,7 @@ def test_what_are_no_answers_is_not_touched(tmp_path: Path, requests: Requests, 
 
 def test_a_second_answer_is_refused(tmp_path: Path, requests: Requests) -> None:
     path = tmp_path / "answers.jsonl"
-    with Answers(path, requests) as answers:
+    with closing(Answers(path, requests)) as answers:
         answers.add(0, GOOD)
         with pytest.raises(AssertionError, match="once"):
             answers.add(0, GOOD)
@@ -99,7 +100,7 @@ def test_a_second_answer_is_refused(tmp_path: Path, requests: Requests) -> None:
 
 
 def test_two_processes_do_not_write_to_one_file(tmp_path: Path, requests: Requests) -> None:
-    with Answers(tmp_path / "answers.jsonl", requests), pytest.raises(BadArgument, match="no other process"):
+    with closing(Answers(tmp_path / "answers.jsonl", requests)), pytest.raises(BadArgument, match="no other process"):
         Answers(tmp_path / "answers.jsonl", requests)
 
 
@@ -115,7 +116,7 @@ def test_a_full_disk_leaves_whole_answers(tmp_path: Path, requests: Requests) ->
         return taken
 
     path = tmp_path / "answers.jsonl"
-    with Answers(path, requests, write=write) as answers:
+    with closing(Answers(path, requests, write=write)) as answers:
         answers.add(0, GOOD)
         whole = path.read_bytes()
         assert left[0] < len(whole) < 250
@@ -125,7 +126,7 @@ def test_a_full_disk_leaves_whole_answers(tmp_path: Path, requests: Requests) ->
         left[0] = 1000
         answers.add(1, GOOD)
         assert answers.answered.tolist() == [True, True, False, False]
-    with Answers(path, requests) as answers:
+    with closing(Answers(path, requests)) as answers:
         assert answers.answered.tolist() == [True, True, False, False]
 
 
@@ -134,7 +135,7 @@ def test_answers_are_on_the_disk_after_a_second(
 ) -> None:
     now, synced = [0.0], list[float]()
     monkeypatch.setattr(os, "fsync", lambda file: synced.append(now[0]))
-    with Answers(tmp_path / "answers.jsonl", requests, clock=lambda: now[0]) as answers:
+    with closing(Answers(tmp_path / "answers.jsonl", requests, clock=lambda: now[0])) as answers:
         for index, now[0] in enumerate((0.5, 0.9, 1.0, 1.5)):
             answers.add(index, GOOD)
     assert synced == [1.0, 1.5]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
 import os
 import signal
@@ -10,7 +11,7 @@ import sys
 import threading
 from collections import Counter
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from datetime import datetime
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from inspect import signature
@@ -137,7 +138,7 @@ def test_a_dry_run_sends_nothing(tmp_path: Path, asked: Asked, capsys: pytest.Ca
         assert main(arguments(tmp_path, server, "--dry-run")) == 0
     assert not asked.sent
     assert capsys.readouterr().out.startswith("20 requests: about ")
-    assert answers(tmp_path) == {}
+    assert not (tmp_path / "answers.jsonl").exists()
 
 
 def started(folder: Path, server: str, *more: str) -> subprocess.Popen[bytes]:
@@ -273,6 +274,25 @@ def test_wrong_usage_is_named(tmp_path: Path, more: list[str], says: str, capsys
     assert main(arguments(tmp_path, "127.0.0.1:1", *more)) == 2
     assert says in capsys.readouterr().err
     assert not (tmp_path / "answers.jsonl").exists()
+
+
+@pytest.mark.parametrize("torn", [None, b"", b'{"id": '])
+def test_a_dry_run_changes_no_file(
+    tmp_path: Path, asked: Asked, torn: bytes | None, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Nor waits for a process that writes the answers."""
+    path = tmp_path / "answers.jsonl"
+    with asked.listening() as server:
+        if torn is not None:
+            assert main(arguments(tmp_path, server, "--concurrency", "1", "--max-cost", "21")) == 1
+            path.write_bytes(path.read_bytes() + torn)
+        before = path.read_bytes() if path.exists() else None
+        with open(path, "rb") if before is not None else nullcontext() as held:
+            if held is not None:
+                fcntl.flock(held, fcntl.LOCK_EX)
+            assert main(arguments(tmp_path, server, "--dry-run")) == 0
+    assert capsys.readouterr().out.startswith("20 requests: " if torn is None else "17 requests, after 3 that are")
+    assert (path.read_bytes() if path.exists() else None) == before
 
 
 def test_a_broken_line_is_named_before_anything_is_sent(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import tracemalloc
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -24,14 +26,18 @@ def written(folder: Path, *texts: str) -> Path:
 
 
 def problems(folder: Path, *texts: str, only: str | None = None) -> list[tuple[int, str]]:
+    return problems_of(written(folder, *texts), only=only)
+
+
+def problems_of(path: Path, most_bytes: int = 1 << 24, only: str | None = None) -> list[tuple[int, str]]:
     with pytest.raises(BadBatch) as caught:
-        Requests(written(folder, *texts), only)
+        Requests(path, only, most_bytes=most_bytes)
     return [(each.line, each.code) for each in caught.value.problems]
 
 
 def test_requests_are_read_where_they_are(tmp_path: Path) -> None:
     path = written(tmp_path, line("é", max_tokens=5), "", "  " + line("b", url="/v1/score") + "\r", line("c"))
-    with Requests(path) as requests:
+    with closing(Requests(path)) as requests:
         assert len(requests) == 3
         assert [requests[i].custom_id for i in range(3)] == ["é", "b", "c"]
         assert bytes(requests[0].body) == b'{"max_tokens": 5}'
@@ -47,7 +53,7 @@ def test_requests_are_read_where_they_are(tmp_path: Path) -> None:
     ],
 )  # fmt: skip
 def test_the_longest_answer_is_what_the_body_says(tmp_path: Path, body: dict[str, Any], most: int) -> None:
-    with Requests(written(tmp_path, line("a", **body))) as requests:
+    with closing(Requests(written(tmp_path, line("a", **body)))) as requests:
         assert requests.answer_tokens.tolist() == [most]
 
 
@@ -93,9 +99,33 @@ def test_all_requests_are_for_the_one_route(tmp_path: Path) -> None:
 def test_the_length_of_an_id_is_bounded(tmp_path: Path) -> None:
     most = lines._LONGEST_ID
     assert most == 128
-    with Requests(written(tmp_path, line("x" * most))) as requests:
+    with closing(Requests(written(tmp_path, line("x" * most)))) as requests:
         assert len(requests) == 1
     assert problems(tmp_path, line("x" * (most + 1))) == [(1, "invalid_request")]
+
+
+def test_the_length_of_a_line_is_bounded_and_the_ones_after_it_are_read(tmp_path: Path) -> None:
+    most = len(line("bb"))
+    path = written(tmp_path, line("a"), line("bb"), line("ccc"), "x" * 300_000, "{", line("d") + " " * 99)
+    with pytest.raises(BadBatch, match=f"line 3: longer than {most} bytes") as caught:
+        Requests(path, most_bytes=most)
+    assert [(each.line, each.code) for each in caught.value.problems] == [
+        (3, "line_too_long"), (4, "line_too_long"), (5, "invalid_json_line"), (6, "line_too_long"),
+    ]  # fmt: skip
+    with closing(Requests(written(tmp_path, line("a"), line("bb"), "", line("c")), most_bytes=most)) as requests:
+        assert [requests[i].custom_id for i in range(3)] == ["a", "bb", "c"]
+
+
+def test_a_line_without_an_end_takes_no_more_memory_than_one_may_have(tmp_path: Path) -> None:
+    path = tmp_path / "requests.jsonl"
+    with open(path, "wb") as file:
+        file.truncate(64 << 20)  # a hole: one line of zeros
+    tracemalloc.start()
+    try:
+        assert [code for _, code in problems_of(path, 1 << 16)] == ["line_too_long"]
+        assert tracemalloc.get_traced_memory()[1] < 2 << 20
+    finally:
+        tracemalloc.stop()
 
 
 def test_only_the_first_problems_are_told(tmp_path: Path) -> None:
@@ -109,13 +139,13 @@ def test_only_the_first_problems_are_told(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("id", ["", "batch_req_", "batch_req_00", "batch_req_" + "0" * 32, "batch_req_x" + "0" * 31])
 def test_the_id_of_another_answer_is_not_found(tmp_path: Path, id: str) -> None:
-    with Requests(written(tmp_path, line("a"))) as requests:
+    with closing(Requests(written(tmp_path, line("a")))) as requests:
         assert requests.find(id) is None
 
 
 def test_a_file_that_changes_is_noticed(tmp_path: Path) -> None:
     path = written(tmp_path, line("a"), line("b"))
-    with Requests(path) as requests:
+    with closing(Requests(path)) as requests:
         path.write_text("\n".join([line("c"), line("d")]))
         with pytest.raises(MainstemError, match="has changed"):
             requests[1]

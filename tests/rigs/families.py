@@ -10,14 +10,12 @@ import random
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
-from pathlib import Path
 from typing import Any
 
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
 _VOCAB = 900
-_ROOT = Path(__file__).parents[2]
 
 THOUGHT = ("<think>", "</think>")
 """Tokens around what a model thinks. They are shown, as those of other text."""
@@ -140,7 +138,7 @@ FAMILIES = {
 def tokenizer_of(name: str) -> PreTrainedTokenizerFast:
     """Returns the tokenizer of a family, with its chat template. Every call returns the same one."""
     family = FAMILIES[name]
-    text = (_ROOT / "docs" / "design.md").read_text()[:60_000] + "äöü éèà 你好 😀 naïve façade\n" * 4
+    text = _text()
     made = _pieces() if family.kind == "pieces" else _bytes(family.kind)
     alphabet = [] if family.kind == "pieces" else pre_tokenizers.ByteLevel.alphabet()
     extra = [f"<0x{byte:02X}>" for byte in range(256)] if family.kind == "pieces" else []
@@ -155,6 +153,21 @@ def tokenizer_of(name: str) -> PreTrainedTokenizerFast:
     )
     tokenizer.chat_template = family.template
     return tokenizer
+
+
+def _text() -> str:
+    """What the tokenizers are trained on: sentences of made-up words, the frequent ones short, and other scripts."""
+    draw = random.Random(0)
+    parts = ("ba", "con", "de", "er", "fi", "gra", "in", "ka", "lo", "men", "no", "pre", "re", "st", "tion", "un", "wi")
+    words = ["".join(draw.choices(parts, k=1 + at // 60)) for at in range(300)]
+    lines = []
+    for number in range(1200):
+        chosen = [words[int(300 * draw.random() ** 2)] for _ in range(draw.randint(3, 12))]
+        shape = draw.choice(("{}.", "{}, {}!", "- {}: `{}`", "## {}", "{} = {}({})", "| {} | {} |", '"{}" {}?'))
+        rest = chosen[1:]
+        fields = [str(draw.choice((draw.choice(words), number, draw.choice(words).upper()))) for _ in range(2)]
+        lines.append(shape.format(" ".join([chosen[0].capitalize(), *rest]), *fields))
+    return "\n".join([*lines, *["".join(map(chr, range(32, 127))), "äöü éèà 你好 😀 naïve façade"] * 4, ""])
 
 
 def _bytes(kind: str) -> Tokenizer:

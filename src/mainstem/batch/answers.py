@@ -14,7 +14,7 @@ import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import IO, Self
+from typing import IO
 
 import msgspec
 import numpy as np
@@ -56,12 +56,17 @@ class _Status(Struct):
     status_code: int = 0
 
 
+class _Code(Struct):
+    code: str = ""
+
+
 class _Known(Struct):
     """What is read again of an answer."""
 
     id: str
     custom_id: str
     response: _Status | None = None
+    error: _Code | None = None
 
 
 class Answers:
@@ -72,10 +77,12 @@ class Answers:
         requests: of the batch.
         write: appends bytes.
         clock: seconds, monotonic.
+        only_reads: the file is not changed, nor made: one that is not there has no answers.
 
     Attributes:
         answered: of each request, whether its answer is in the file: bool [requests].
         failed: how many answers are no success.
+        codes: of the errors that are in the file.
 
     Raises:
         BadArgument: another process writes to the file, or it has something else than answers to these requests.
@@ -89,24 +96,25 @@ class Answers:
         *,
         write: Write = os.write,
         clock: Callable[[], float] = time.monotonic,
+        only_reads: bool = False,
     ) -> None:
         self._path, self._requests, self._write, self._clock = path, requests, write, clock
+        self._only_reads = only_reads
         self._lock = threading.Lock()  # guards all below
         self.answered: NDArray[np.bool_] = np.zeros(len(requests), np.bool_)
         self.failed = 0
+        self.codes: set[str] = set()
+        self._file: IO[bytes]
         self._synced_s = clock()
-        self._file = os.fdopen(os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600), "r+b")
+        if only_reads:
+            self._file = open(path if path.exists() else os.devnull, "rb")  # noqa: SIM115  # `close` closes it
+        else:
+            self._file = os.fdopen(os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600), "r+b")
         try:
             self._end = self._read(self._file)
         except BaseException:
             self._file.close()
             raise
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *exc: object) -> None:
-        self.close()
 
     @property
     def size(self) -> int:
@@ -133,12 +141,14 @@ class Answers:
             self._end += len(line)
             self.answered[index] = True
             self.failed += response is None or response.status_code != 200
+            self.codes |= set() if error is None else {error.code}
 
     def close(self) -> None:
         """Brings all answers to the disk, and closes the file."""
         with self._lock:
             if not self._file.closed:
-                os.fsync(self._file.fileno())
+                if not self._only_reads:
+                    os.fsync(self._file.fileno())
                 self._file.close()
 
     def _append(self, line: bytes) -> None:
@@ -153,7 +163,8 @@ class Answers:
     def _read(self, file: IO[bytes]) -> int:
         """Reads what is answered, cuts off a line that was not finished, and returns the end of the rest."""
         try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            if not self._only_reads:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError:
             raise self._wrong("a file that no other process writes answers to") from None
         end = 0
@@ -171,8 +182,10 @@ class Answers:
                 raise self._wrong(f"a file in which each request is answered once: line {number} is its second answer")
             self.answered[index] = True
             self.failed += known.response is None or known.response.status_code != 200
+            self.codes |= set() if known.error is None else {known.error.code}
             end += len(line)
-        os.ftruncate(file.fileno(), end)
+        if not self._only_reads:
+            os.ftruncate(file.fileno(), end)
         return end
 
     def _wrong(self, allowed: str) -> BadArgument:

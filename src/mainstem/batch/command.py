@@ -5,6 +5,7 @@ from __future__ import annotations
 import signal
 import time
 from collections.abc import Callable, Sequence
+from contextlib import closing
 from datetime import datetime, timedelta
 from functools import partial
 from pathlib import Path
@@ -85,7 +86,7 @@ def batch(
         raise MainstemError(f"{requests}: {error}") from None
     except OSError as error:
         raise BadArgument("requests", str(requests), f"a file that can be read: {error.strerror}") from None
-    with read, Answers(output, read) as answers, Bars(STAGES) as bars:
+    with closing(read), closing(Answers(output, read, only_reads=dry_run)) as answers, Bars(STAGES) as bars:
         if answers.answered.all():
             say(f"all {counted(len(read), 'request')} are answered in {output}")
             return
@@ -183,12 +184,9 @@ class _Job:
         """Lets an engine in this process answer, by the application that serves it."""
         from mainstem.batch.runner import to_app
         from mainstem.server.app import create_app
-        from mainstem.settings.fields import INT64_MAX
         from mainstem.settings.server import ServerConfig
 
-        config = ServerConfig(
-            served_model_name=tuple(names), embeddings=True, precompute_turns=0.0, max_body_bytes=INT64_MAX
-        )
+        config = ServerConfig(served_model_name=tuple(names), embeddings=True, precompute_turns=0.0)
         app = create_app(engine, config)
         size, self._failure = engine.config.page_size, lambda: engine.failure
         made = self._plan(app.state.generating.prompt, size, engine.pages * size)

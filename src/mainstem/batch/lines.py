@@ -13,7 +13,7 @@ import os
 from array import array
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Annotated, NamedTuple, Self
+from typing import Annotated, NamedTuple
 
 import msgspec
 import numpy as np
@@ -21,6 +21,7 @@ from msgspec import Meta, Struct
 from numpy.typing import NDArray
 
 from mainstem.errors import MainstemError
+from mainstem.settings.server import ServerConfig
 
 URLS = (
     "/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/messages",
@@ -80,6 +81,7 @@ class Requests:
     Args:
         path: of the file. It must not change while it is open.
         only: the route that all of them must be for; None: any of `URLS`.
+        most_bytes: of a line, without its end. No more of a longer one is held in memory.
 
     Attributes:
         answer_tokens: of each request, the most tokens that its answer may have; 0: it does not say.
@@ -89,20 +91,14 @@ class Requests:
         OSError: the file cannot be read.
     """
 
-    def __init__(self, path: Path, only: str | None = None) -> None:
-        self._path = path
+    def __init__(self, path: Path, only: str | None = None, *, most_bytes: int = ServerConfig.max_body_bytes) -> None:
+        self._path, self._most_bytes = path, most_bytes
         self._file = open(path, "rb")  # noqa: SIM115  # `close` closes it
         try:
             self._read(URLS if only is None else (only,))
         except BaseException:
             self._file.close()
             raise
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *exc: object) -> None:
-        self.close()
 
     def close(self) -> None:
         """Closes the file."""
@@ -153,6 +149,8 @@ class Requests:
             if len(problems) > _MOST_PROBLEMS:
                 break
             try:
+                if line is None:
+                    raise _Refused("line_too_long", f"longer than {self._most_bytes:,} bytes")
                 parsed, body = _parsed(line, urls)
             except _Refused as refused:
                 problems.append(Problem(number, *refused.args))
@@ -176,14 +174,19 @@ class Requests:
             problems.sort()
             raise BadBatch(problems[:_MOST_PROBLEMS], more=len(problems) > _MOST_PROBLEMS)
 
-    def _lines(self) -> Iterator[tuple[int, int, bytes]]:
-        """Yields the number of each line that is not blank, its place, and its text."""
-        begin = 0
-        for number, whole in enumerate(self._file, 1):
-            text = whole.strip()
-            if text:
-                yield number, begin + whole.index(text), text
-            begin += len(whole)
+    def _lines(self) -> Iterator[tuple[int, int, bytes | None]]:
+        """Yields the number of each line that is not blank, its place, and its text; None: it is too long."""
+        begin = number = 0
+        while piece := self._file.readline(self._most_bytes + 1):
+            number += 1
+            if len(piece) > self._most_bytes and not piece.endswith(b"\n"):
+                yield number, begin, None
+                while piece and not piece.endswith(b"\n"):
+                    begin += len(piece)
+                    piece = self._file.readline(self._most_bytes + 1)
+            elif text := piece.strip():
+                yield number, begin + piece.index(text), text
+            begin += len(piece)
 
     def _doubles(self, keys: NDArray[np.uint64], numbers: NDArray[np.int64]) -> Iterator[Problem]:
         """Yields the lines that have the `custom_id` of an earlier one."""

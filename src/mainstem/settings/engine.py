@@ -226,6 +226,8 @@ class Limits(Settings):
         draft_tokens: Maximum number of draft tokens that a step verifies (speculative decoding), over all requests.
             Drafts do not change the answer. 0 turns them off, as do CUDA graphs.
         max_running: Maximum number of requests that run at the same time; 1 or more.
+        batch_share: Part of the steps in which requests of batches compute also while others wait or run, if they have
+            a slot and pages. Up to 1; 0: they wait for all others.
         age_limit_s: A request that has waited longer is overtaken only by older, preempted or higher-priority ones.
         prefetch_sessions: Part of the device's pages for sessions that are expected back soon: their pages are loaded
             from the host and storage before their next turn comes. Up to 1; 0 turns this off.
@@ -241,6 +243,7 @@ class Limits(Settings):
     token_budget: int = setting(512, integer(1))
     draft_tokens: int = setting(7, integer(0))
     max_running: int = setting(16, integer(1))
+    batch_share: float = setting(0.0, number(0, 1))
     age_limit_s: float = setting(
         30.0, Range("a number, 0 or more", lambda value: value == math.inf or number(0).holds(value)), flag=False
     )

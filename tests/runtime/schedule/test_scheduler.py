@@ -290,6 +290,72 @@ def test_what_nobody_waits_for_computes_nothing_while_somebody_waits() -> None:
     bench.assert_complete()
 
 
+def test_what_nobody_waits_for_has_its_share_of_the_steps() -> None:
+    bench = Bench(token_budget=64, batch_share=0.25)
+    batch = bench.add(prompt(1, 3), max_tokens=4, ignore_eos=True, priority=LOWEST_PRIORITY)
+    bench.step(2)
+    asked = bench.add(prompt(9, 3), max_tokens=30, ignore_eos=True)
+    late = bench.add(prompt(5, 40), max_tokens=1, priority=LOWEST_PRIORITY)
+    begun = len(bench.ghost.forwards)
+    bench.step(13)
+    forwards = bench.ghost.forwards[begun:]
+    assert [sum(each) for each in forwards] == [3, 1, 1, 34, 1, 1, 1, 10, *[1] * 5]
+    assert bench.ended(batch) and bench.ended(late) and not bench.ended(asked)
+    bench.run_and_flush()
+    bench.assert_complete()
+
+
+@pytest.mark.parametrize(
+    ("share", "steps", "computed"), [(0, 10, 0), (0.1, 9, 0), (0.1, 10, 1), (0.3, 10, 3), (1, 10, 10)]
+)
+def test_the_share_is_of_the_steps_in_which_somebody_waits(share: float, steps: int, computed: int) -> None:
+    bench = Bench(batch_share=share)
+    bench.add(prompt(9, 3), max_tokens=100, ignore_eos=True)
+    bench.step(7)  # without anybody else, which counts for nothing
+    batch = bench.add(prompt(1, 3), max_tokens=30, ignore_eos=True, priority=LOWEST_PRIORITY)
+    bench.step(steps)
+    assert len(bench.deltas[batch]) == computed
+    bench.run_and_flush()
+
+
+def test_with_its_share_it_is_still_the_first_to_give_way() -> None:
+    bench = Bench(max_running=2, batch_share=1.0)
+    batch = [bench.add(prompt(i, 3), max_tokens=30, ignore_eos=True, priority=LOWEST_PRIORITY) for i in range(2)]
+    bench.step(2)
+    asked = [bench.add(prompt(i, 3), max_tokens=3, ignore_eos=True) for i in (7, 8)]
+    bench.step(2)
+    assert [len(bench.deltas[id]) for id in asked] == [2, 1]
+    bench.run_and_flush()
+    assert all(bench.ended(id) for id in batch)
+
+
+def test_nobody_waits_for_a_prefix_of_what_has_but_a_share() -> None:
+    bench = Bench(page_size=4, batch_share=1.0)
+    shared = prompt(1, 100)
+    bench.add([*shared, 1], max_tokens=1, priority=LOWEST_PRIORITY)
+    bench.step()
+    asked = bench.add([*shared, 2], max_tokens=1)
+    bench.step()
+    assert bench.ended(asked)
+    bench.run_and_flush()
+
+
+@pytest.mark.parametrize("seed", range(16))
+def test_random_requests_beside_what_has_a_share_are_as_without_a_cache(seed: int) -> None:
+    draw = random.Random(seed)
+    bench = Bench(
+        pages=draw.choice((12, 16, 32)), page_size=4, max_running=draw.choice((1, 2, 3, 6)),
+        token_budget=draw.choice((8, 32, 64)), batch_share=draw.choice((0.1, 0.5, 1.0)),
+    )  # fmt: skip
+    for _ in range(60):
+        for _ in range(draw.choice((0, 0, 1, 2))):
+            given = {"max_tokens": draw.randint(0, 8), "priority": draw.choice((0, LOWEST_PRIORITY))}
+            bench.add(prompt(draw.randint(0, 5), draw.randint(1, 26)), ignore_eos=True, **given)
+        bench.step()
+    bench.run_and_flush()
+    bench.assert_complete()
+
+
 def test_what_nobody_waits_for_gives_up_its_slot() -> None:
     bench = Bench(max_running=2)
     batch = [bench.add(prompt(i, 3), max_tokens=30, ignore_eos=True, priority=LOWEST_PRIORITY) for i in range(2)]

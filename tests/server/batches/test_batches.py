@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import asyncio
 import errno
 import json
+import os
+import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -16,13 +19,14 @@ import pytest
 from machine import eventually
 from rigs.app_client import error_of
 from rigs.fake_engine import FakeEngine
+from starlette.responses import FileResponse
 from starlette.testclient import TestClient
 
-from mainstem.batch.answers import Answer, Failure, Response
+from mainstem.batch.answers import Answer, Answers, Failure, Response
 from mainstem.errors import BadArgument
 from mainstem.runtime.request import LOWEST_PRIORITY
 from mainstem.server.app import create_app
-from mainstem.server.batches import batches, shelf
+from mainstem.server.batches import batches, routes, shelf
 from mainstem.settings.server import BatchConfig, ServerConfig
 
 CHAT = "/v1/chat/completions"
@@ -137,6 +141,52 @@ def test_files_are_listed_described_and_deleted(tmp_path: Path) -> None:
         assert server.get("/v1/files", params={"purpose": "batch_output"}).json()["data"] == []
 
 
+def test_a_file_that_was_deleted_meanwhile_is_not_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    get = shelf.Shelf.get
+
+    def deleting(self: shelf.Shelf, owner: str, id: str, kind: Any) -> Any:
+        found = get(self, owner, id, kind)
+        self.delete(id)
+        return found
+
+    with serving(tmp_path) as server:
+        for ask in (lambda id: server.get(f"/v1/files/{id}/content"), lambda id: server.delete(f"/v1/files/{id}")):
+            id = upload(server, line("a")).json()["id"]
+            with monkeypatch.context() as patched:
+                patched.setattr(shelf.Shelf, "get", deleting)
+                answer = ask(id)
+            assert answer.status_code == (404 if answer.request.method == "GET" else 200)
+        assert server.get("/v1/files").json()["data"] == []
+
+
+def test_a_file_that_goes_before_it_is_streamed_breaks_its_own_answer_only(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    class Gone(FileResponse):
+        """Deletes the file after it was looked at."""
+
+        def __init__(self, path: Path, **given: Any) -> None:
+            super().__init__(path, **given)
+            path.unlink()
+
+    with serving(tmp_path) as server:
+        ids = [upload(server, line(each)).json()["id"] for each in "ab"]
+        with monkeypatch.context() as patched:
+            patched.setattr(routes, "FileResponse", Gone)
+            assert server.get(f"/v1/files/{ids[0]}/content").content == b""  # and uvicorn closes the connection
+        error_of(server.get(f"/v1/files/{ids[0]}/content"), 404)
+        assert server.get(f"/v1/files/{ids[1]}/content").content == line("b")
+    assert ["request" in record.message for record in caplog.records if record.exc_info] == [True]
+
+
+def test_the_name_of_a_file_comes_back(tmp_path: Path) -> None:
+    with serving(tmp_path) as server:
+        files = {"file": ("ü 你好.jsonl", line("a"))}
+        made = server.post("/v1/files", data={"purpose": "batch"}, files=files).json()
+        assert made["filename"] == "ü 你好.jsonl"
+        assert server.get("/v1/files").json()["data"] == [made]
+
+
 def test_batches_are_listed(tmp_path: Path) -> None:
     with serving(tmp_path) as server:
         made = [ran(server, line(id))["id"] for id in "abc"]
@@ -162,6 +212,51 @@ def test_a_file_that_cannot_run_fails_its_batch(tmp_path: Path, content: bytes, 
         assert batch["status"] == "failed"
         assert [(each["code"], each["line"]) for each in batch["errors"]["data"]] == [(code, at)]
         assert batch["output_file_id"] is None
+
+
+def test_a_line_is_as_long_as_a_body_may_be(tmp_path: Path) -> None:
+    most = len(line("a")) - 1
+    with serving(tmp_path, max_body_bytes=most) as server:
+        assert ran(server, line("a"))["status"] == "completed"
+        assert ran(server, line("ab"))["errors"]["data"][0]["code"] == "line_too_long"
+
+
+def test_the_loop_of_the_server_does_not_wait_for_the_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nor for the shelf, which is locked while it brings something to the disk."""
+    waited, fsync, made = list[str](), os.fsync, shelf.Shelf.__init__
+
+    def note(what: str) -> None:
+        with suppress(RuntimeError):  # this thread has no loop
+            asyncio.get_running_loop()
+            waited.append(what)
+
+    class Lock:
+        def __init__(self) -> None:
+            self._lock = threading.Lock()
+
+        def __enter__(self) -> None:
+            note("the shelf")
+            self._lock.acquire()
+
+        def __exit__(self, *exc: object) -> None:
+            self._lock.release()
+
+    def make(self: Any, *given: Any) -> None:
+        made(self, *given)
+        self._lock = Lock()
+
+    def sync(file: int) -> None:
+        note("the disk")
+        fsync(file)
+
+    monkeypatch.setattr(shelf.Shelf, "__init__", make)
+    monkeypatch.setattr(os, "fsync", sync)
+    with serving(tmp_path, FakeEngine(step_s=0.02)) as server:
+        ran(server, line("a"), line("b", 5))
+        error_of(upload(server, line("a"), purpose="other"), 400)
+        id = begin(server, upload(server, b"".join(line(f"r{i}") for i in range(60))).json()["id"]).json()["id"]
+        eventually(lambda: server.get(f"/v1/batches/{id}").json()["request_counts"]["completed"] > 0, 30)
+    assert waited == []
 
 
 def test_another_key_finds_nothing(tmp_path: Path) -> None:
@@ -271,6 +366,28 @@ def test_a_batch_expires(tmp_path: Path, passed_s: int, status: str) -> None:
         assert len(content(server, batch["output_file_id"])) + len(bad) == 60
 
 
+def test_a_batch_that_expired_as_the_server_was_killed_stays_expired(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    now, finish = [1000.0], batches._Run._finish
+
+    with serving(tmp_path, FakeEngine(step_s=0.02), now=lambda: now[0], batch_age_s=1e6) as server:
+        id = begin(server, upload(server, b"".join(line(f"r{i}") for i in range(60))).json()["id"]).json()["id"]
+        eventually(lambda: server.get(f"/v1/batches/{id}").json()["request_counts"]["completed"] > 0, 30)
+        ends = list[str]()  # what it would have ended with, had it not been killed
+        monkeypatch.setattr(batches._Run, "_finish", lambda self, status: ends.append(status))
+        now[0] += 86400
+        eventually(lambda: bool(ends), 30)
+    assert ends[0] == "expired"
+    monkeypatch.setattr(batches._Run, "_finish", finish)
+    with serving(tmp_path, now=lambda: now[0], batch_age_s=1e6) as server:
+        batch = ended(server, id)
+        assert batch["status"] == "expired" and batch["expired_at"] == now[0]
+        bad = content(server, batch["error_file_id"])
+        assert {each["error"]["code"] for each in bad.values()} == {"batch_expired"}
+        assert len(content(server, batch["output_file_id"])) + len(bad) == 60
+
+
 def test_files_are_deleted_at_their_age(tmp_path: Path) -> None:
     now = [1000.0]
     with serving(tmp_path, now=lambda: now[0], batch_age_s=100.0) as server:
@@ -333,6 +450,49 @@ def test_wrong_fields_of_a_batch_are_named(tmp_path: Path, change: dict[str, Any
         assert error_of(begin(server, file, **change), 400)["param"] == param
         most = {"metadata": {"n" * 64: "v" * 512, **{f"n{i}": "" for i in range(15)}}}
         assert begin(server, file, **most).status_code == 200
+
+
+@pytest.mark.parametrize("broken", ["input", "plan", "answers", "other answers"])
+def test_clients_read_what_failed_and_no_path(tmp_path: Path, broken: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    with serving(tmp_path) as server:
+        file = upload(server, line("a")).json()["id"]
+        if broken == "input":
+            (tmp_path / f"{file}.jsonl").rename(tmp_path / "gone")
+        elif broken == "plan":
+            why = f"No usable temporary directory found in ['{tmp_path}']"
+            monkeypatch.setattr(batches, "planned", raising(FileNotFoundError(errno.ENOENT, why)))
+        elif broken == "answers":
+            monkeypatch.setattr(Answers, "_append", raising(OSError(errno.EIO, os.strerror(errno.EIO))))
+        else:
+            monkeypatch.setattr(Answers, "_read", lambda self, file: raising(self._wrong("mine"))())
+        batch = ended(server, begin(server, file).json()["id"])
+        if broken == "input":
+            (tmp_path / "gone").rename(tmp_path / f"{file}.jsonl")
+        assert batch["status"] == "failed"
+        (error,) = batch["errors"]["data"]
+        assert str(tmp_path) not in str(batch)
+        says = {
+            "input": "No such file",
+            "plan": "No such file",
+            "answers": "Input/output error",
+            "other answers": "mine",
+        }
+        assert says[broken] in error["message"]
+
+
+def raising(error: Exception) -> Any:
+    def fail(*given: object, **more: object) -> Any:
+        raise error
+
+    return fail
+
+
+def test_an_upload_that_cannot_be_kept_names_no_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with serving(tmp_path) as server:
+        monkeypatch.setattr("mainstem.server.batches.routes.sync", raising(OSError(errno.EIO, f"bad {tmp_path}")))
+        error = error_of(upload(server, line("a")), 507)
+        assert "Input/output error" in error["message"] and str(tmp_path) not in error["message"]
+        assert server.get("/v1/files").json()["data"] == []
 
 
 def test_answers_are_no_input(tmp_path: Path) -> None:
@@ -417,7 +577,7 @@ def test_a_new_batch_is_looked_for_ten_times_a_second(tmp_path: Path, monkeypatc
 
     monkeypatch.setattr(anyio, "sleep", sleep)
     with pytest.raises(ExceptionGroup):
-        anyio.run(batches.Batches(kept, lambda owner: None, lambda: 0.0, lambda: False).run)
+        anyio.run(batches.Batches(kept, lambda owner: None, lambda: 0.0, lambda: False, 1).run)
     assert slept == [0.1]
 
 

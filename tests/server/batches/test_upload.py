@@ -62,6 +62,34 @@ def test_other_types_are_refused(kind: str) -> None:
         Form(kind, io.BytesIO())
 
 
+@pytest.mark.parametrize(
+    ("given", "name"),
+    [
+        ('filename="ü 你好.jsonl"', "ü 你好.jsonl"),
+        ("filename=ü.jsonl", "ü.jsonl"),
+        ("filename*=UTF-8''%C3%BC%20a.jsonl", "ü a.jsonl"),
+        ("filename*=utf-8'de'%C3%BC.jsonl", "ü.jsonl"),
+        ("filename=\"u.jsonl\"; filename*=UTF-8''%C3%BC.jsonl", "ü.jsonl"),
+        ("filename*=UTF-8''%C3%BC.jsonl; filename=u.jsonl", "ü.jsonl"),
+        ("filename*=iso-8859-1''%FC.jsonl", "ü.jsonl"),
+        ('FileName="a;b=\\"c.jsonl"', 'a;b="c.jsonl'),
+        ("filename*=UTF-8''%FF", "\ufffd"),
+        ("filename*=raw_unicode_escape''%5Cud800", "?"),
+        ('filename=""', "upload"),
+    ],
+)
+def test_names_of_files_are_in_any_script(given: str, name: str) -> None:
+    head = f'--XyZ\r\nContent-Disposition: form-data; name="file"; {given}\r\n\r\nx\r\n--XyZ--'
+    assert read(head.encode(), 5)[0].filename == name
+
+
+@pytest.mark.parametrize("charset", ["idna", "a\0"])
+def test_a_charset_that_decodes_nothing_is_refused(charset: str) -> None:
+    head = f"--XyZ\r\nContent-Disposition: form-data; name=file; filename*={charset}''%FF\r\n\r\nx\r\n--XyZ--"
+    with pytest.raises(ApiError, match="filename"):
+        read(head.encode(), 5)
+
+
 def test_fields_and_heads_are_bounded() -> None:
     most = upload._MOST_FIELDS
     assert most == 1 << 14

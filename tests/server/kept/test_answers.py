@@ -204,7 +204,7 @@ def test_bytes_that_are_no_character_end_what_is_found() -> None:
 
 def test_the_tokenizers_own_tokens_are_taken_if_the_others_do_not_fit() -> None:
     chat = [user("Who is it?")]
-    letters = [TOKENIZER.convert_tokens_to_ids(letter) for letter in "pagepagepagepage"]
+    letters = [TOKENIZER.convert_tokens_to_ids(letter) for letter in "tion" * 4]
     sent = [*chat, said(letters), user("And?")]
     short = len(Server().plain(sent))
     server = Server(max_context=short)

@@ -24,8 +24,8 @@ none: a state cannot go back.
 request hits nothing, and waits for nobody, unless scores are kept beside pages (`memory.scores`). What it computes is
 published as usual. The rows of logits in a step are bounded.
 
-**The lowest priority** is that of requests that nobody waits for, such as those of batches. They compute nothing while
-there is another one, and are the first to be preempted, also for its slot.
+**The lowest priority** is that of requests that nobody waits for, such as those of batches. While there is another one,
+they compute only in their share of the steps (`batch_share`), and are the first to be preempted, also for its slot.
 
 **When the weights change**, between two steps, a request goes on from KV that `versions` lets it find, or is computed
 anew from its prompt and the tokens of its answer.
@@ -159,6 +159,8 @@ class Scheduler:
         # The request that found no pages, and `_room` at that time: it is not tried again before that changes.
         self._blocked: tuple[str, tuple[int, ...]] | None = None
         self._idle = False  # the last step had nothing to compute
+        self._shared = 0  # steps in which there were requests that somebody waits for, and others
+        self._yields = False  # those that nobody waits for compute nothing in this step
         self._most_rows = self._rows = max(1, _MOST_LOGITS // runner.vocab_size)  # of prompts; left in this step
         self._drafter = Drafter(cache, limits.draft_tokens, ranks)
         self._sessions = Sessions(cache, limits.prefetch_sessions)
@@ -318,10 +320,13 @@ class Scheduler:
         self._rows = self._most_rows
         self._cache.poll(self._now_s, deliver=False)  # the engine delivers events after the step
         self._sessions.poll(self._now_s, self._spare)
+        self._yields = self._yield()
         scheduled = self._schedule_running()
-        scheduled += self._schedule_waiting(
+        admitted = self._schedule_waiting(
             self._limits.token_budget - sum(n for sequence, n in scheduled if sequence.prefilling)
         )
+        again = {sequence.id for sequence, _ in admitted}  # some may have given way to others, and been admitted again
+        scheduled = [pair for pair in scheduled if pair[0].id in self._running and pair[0].id not in again] + admitted
         self._drafter.add(sequence for sequence, _ in scheduled)
         self._idle = not scheduled
         if scheduled:
@@ -377,11 +382,10 @@ class Scheduler:
         running = tuple(self._running.values())
         budget = self._limits.token_budget
         scheduled: dict[str, tuple[Sequence, int]] = {}
-        yields = self._somebody_waits()
         for sequence in sorted(running, key=lambda sequence: sequence.prefilling):
             if sequence.prefilling and budget <= 0:
                 break
-            if yields and sequence.lowest:
+            if self._yields and sequence.lowest:
                 continue
             n = self._chunk(sequence, budget)
             if n and self._allocate(sequence, partial(sequence.slide, n)):
@@ -400,9 +404,14 @@ class Scheduler:
                     self._preempt(next(reversed(self._running.values())))
         return False
 
-    def _somebody_waits(self) -> bool:
-        """Whether there is a request that somebody waits for."""
-        return not all(sequence.lowest for sequence in self._running.values()) or self._somebody_queues()
+    def _yield(self) -> bool:
+        """Whether requests that nobody waits for compute nothing in this step, which counts for their share."""
+        lowest = {sequence.lowest for held in (self._running, self._queue.sequences) for sequence in held.values()}
+        if False not in lowest:
+            return False
+        self._shared += True in lowest
+        share = self._limits.batch_share
+        return int(self._shared * share) == int((self._shared - 1) * share)
 
     def _somebody_queues(self) -> bool:
         return not all(sequence.lowest for sequence in self._queue.sequences.values())
@@ -417,16 +426,15 @@ class Scheduler:
     def _schedule_waiting(self, budget: int) -> list[tuple[Sequence, int]]:
         """Admits requests that can compute something in this step; returns them, and how many tokens each computes."""
         scheduled: list[tuple[Sequence, int]] = []
-        yields = self._somebody_waits()
         if len(self._running) >= self._limits.max_running and self._somebody_queues():
             self._give_way()
         if not self._has_room(budget):
             return scheduled
         ranked = self._queue.rank()
         for sequence, hit in ranked:
-            if not self._has_room(budget) or (yields and sequence.lowest):
+            if not self._has_room(budget) or (self._yields and sequence.lowest):
                 break
-            running = [other for other in self._running.values() if not (yields and other.lowest)]
+            running = [other for other in self._running.values() if sequence.lowest or not other.lowest]
             again = sequence.most_cached != 0
             if self._queue.is_deferred(sequence, hit, running) or sequence.prefetch.waits(again=again):
                 continue

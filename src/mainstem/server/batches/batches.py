@@ -14,7 +14,7 @@ from __future__ import annotations
 import logging
 import threading
 from collections.abc import Callable
-from contextlib import ExitStack
+from contextlib import AsyncExitStack, ExitStack, closing
 from functools import partial
 
 import anyio
@@ -50,6 +50,7 @@ class Batches:
         sender: returns what sends the requests of an owner; None: the server has no such key any more.
         now: seconds since the epoch.
         draining: whether the server is about to end.
+        most_bytes: of a line of requests.
     """
 
     def __init__(
@@ -58,8 +59,10 @@ class Batches:
         sender: Callable[[str], Send | None],
         now: Callable[[], float],
         draining: Callable[[], bool],
+        most_bytes: int,
     ) -> None:
         self._shelf, self._sender, self._now, self._draining = shelf, sender, now, draining
+        self._most_bytes = most_bytes
         self._live: dict[str, _Run] = {}  # by the id of the batch
         self._sending = anyio.CapacityLimiter(_AT_ONCE)
         self._ending = threading.Lock()  # a batch is cancelled or ends, not both
@@ -68,11 +71,13 @@ class Batches:
         """Runs batches until it is cancelled."""
         async with anyio.create_task_group() as group:
             while True:
-                for owner, batch in [] if self._draining() else self._shelf.unfinished():
+                unfinished = await anyio.to_thread.run_sync(self._shelf.unfinished)
+                for owner, batch in [] if self._draining() else unfinished:
                     busy = any(run.owner == owner for run in self._live.values())
                     ends = batch.cancelling_at is not None or self._now() >= batch.expires_at
                     if batch.id not in self._live and (ends or not busy):
-                        self._live[batch.id] = _Run(self._shelf, owner, batch, self._now, self._draining, self._ending)
+                        given = (self._now, self._draining, self._most_bytes, self._ending)
+                        self._live[batch.id] = _Run(self._shelf, owner, batch, *given)
                         group.start_soon(self._run, batch.id)
                 await anyio.sleep(_LOOK_S)
 
@@ -111,13 +116,19 @@ class Batches:
             return await send(path, body)
 
 
+async def _on_a_thread(work: Callable[[], None]) -> None:
+    """Does what waits for the disk, also where the task is cancelled."""
+    with anyio.CancelScope(shield=True):
+        await anyio.to_thread.run_sync(work)
+
+
 class _Run:
     """One batch while it runs.
 
     Args:
         shelf: keeps it.
         owner, batch: which one.
-        now, draining: see `Batches`.
+        now, draining, most_bytes: see `Batches`.
         ending: is held while the batch ends, or is cancelled.
     """
 
@@ -128,16 +139,20 @@ class _Run:
         batch: BatchObject,
         now: Callable[[], float],
         draining: Callable[[], bool],
+        most_bytes: int,
         ending: threading.Lock,
     ) -> None:
         self._shelf, self._now, self._draining, self._ending = shelf, now, draining, ending
+        self._most_bytes = most_bytes
         self.owner, self.batch = owner, batch
         self._good: Answers | None = None
         self._bad: Answers | None = None
 
     async def run(self, send: Send | None) -> None:
         """Runs the batch to its end, or until the server drains."""
-        with ExitStack() as stack:
+        async with AsyncExitStack() as closing:
+            stack = ExitStack()
+            closing.push_async_callback(_on_a_thread, stack.close)
             try:
                 requests = await anyio.to_thread.run_sync(self._open, stack)
                 if send is None:
@@ -148,7 +163,9 @@ class _Run:
             except (MainstemError, OSError) as error:
                 problems = error.problems if isinstance(error, BadBatch) else []
                 errors = [BatchError(code, message, line) for line, code, message in problems]
-                await anyio.to_thread.run_sync(self.fail, errors or [BatchError("batch_failed", str(error))])
+                await anyio.to_thread.run_sync(
+                    self.fail, errors or [BatchError("batch_failed", self._shelf.said(error))]
+                )
 
     def count(self) -> None:
         """Brings the counts of the batch up to date."""
@@ -169,8 +186,8 @@ class _Run:
         kept = self._shelf.get(self.owner, batch.files[0], FileObject)
         if kept is not None and source.stat().st_size != kept.bytes:
             raise MainstemError(f"the file {kept.id} does not have the {kept.bytes} bytes that were uploaded")
-        requests = stack.enter_context(Requests(source, batch.endpoint))
-        self._good, self._bad = (stack.enter_context(Answers(path, requests)) for path in (good, bad))
+        requests = stack.enter_context(closing(Requests(source, batch.endpoint, most_bytes=self._most_bytes)))
+        self._good, self._bad = (stack.enter_context(closing(Answers(path, requests))) for path in (good, bad))
         batch.request_counts = Counts(len(requests))
         self.count()
         if batch.status == "validating":
@@ -208,7 +225,8 @@ class _Run:
         rest = (~self._answered()).nonzero()[0].tolist()
         for index in rest:
             self._add(index, None, _LEFT_OUT[status])
-        if not rest and status == "expired":
+        assert self._bad is not None
+        if status == "expired" and _LEFT_OUT[status].code not in self._bad.codes:  # also of a process that was killed
             status = "completed"
         self._finish(status)
 

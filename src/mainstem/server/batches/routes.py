@@ -64,7 +64,8 @@ class BatchRoutes:
             self._shelf = Shelf(config.batch_folder, config.batch_bytes, config.batch_age_s, parts.now)
             self._owners = parts.access.names(self._shelf.secret)
             self._names = {tenant: name for name, tenant in self._owners.items()}
-            self.batches = Batches(self._shelf, lambda owner: self._sender(app, owner), parts.now, parts.draining)
+            most = parts.config.max_body_bytes
+            self.batches = Batches(self._shelf, lambda owner: self._sender(app, owner), parts.now, parts.draining, most)
 
     def routes(self) -> list[Operation]:
         """Returns them."""
@@ -127,17 +128,22 @@ class BatchRoutes:
         id = f"file-{secrets.token_hex(16)}"
         part = shelf.path(id).with_suffix(".part")
         made = None
+
+        def forget() -> None:
+            part.unlink(missing_ok=True)
+            shelf.forget(owner, id)
+
         try:
             with open(part, "xb", opener=_private) as file:
                 form = await read_upload(http, file, lambda size: shelf.reserve(owner, id, size))
             made = await anyio.to_thread.run_sync(self._keep, shelf, owner, id, form)
             return json_response(made)
         except OSError as error:
-            raise ApiError(507, f"The file cannot be kept: {error.strerror}.", code="no_space") from None
+            raise ApiError(507, shelf.said(error), code="no_space") from None
         finally:
             if made is None:
-                part.unlink(missing_ok=True)
-                shelf.forget(owner, id)
+                with anyio.CancelScope(shield=True):
+                    await anyio.to_thread.run_sync(forget)
 
     def _keep(self, shelf: Shelf, owner: str, id: str, form: Form) -> FileObject:
         fields, part = form.fields, shelf.path(id).with_suffix(".part")
@@ -164,7 +170,11 @@ class BatchRoutes:
 
     def _content(self, shelf: Shelf, owner: str, id: str) -> Response:
         file = self._file(shelf, owner, id)
-        return FileResponse(shelf.path(file.id), media_type="application/jsonl")
+        path = shelf.path(file.id)
+        try:
+            return FileResponse(path, media_type="application/jsonl", stat_result=path.stat())
+        except FileNotFoundError:  # it was deleted meanwhile
+            raise _gone(id) from None
 
     def _delete(self, shelf: Shelf, owner: str, id: str) -> Deleted:
         self._file(shelf, owner, id)
@@ -231,9 +241,13 @@ def _check_notes(notes: dict[str, str]) -> None:
 
 def _found(object: Object | None, id: str) -> Object:
     if object is None:
-        kind = "batch" if id.startswith("batch_") else "file"
-        raise ApiError(404, f"The {kind} {id!r} was not found: none is kept forever.", code=f"{kind}_not_found")
+        raise _gone(id)
     return object
+
+
+def _gone(id: str) -> ApiError:
+    kind = "batch" if id.startswith("batch_") else "file"
+    return ApiError(404, f"The {kind} {id!r} was not found: none is kept forever.", code=f"{kind}_not_found")
 
 
 def _page(objects: list[Any], query: Any) -> Page:

@@ -21,7 +21,7 @@ from typing import Any, TypeVar
 import msgspec
 from msgspec import Struct
 
-from mainstem.errors import BadArgument
+from mainstem.errors import BadArgument, MainstemError
 from mainstem.server.kept.response_store import ENTRY_BYTES
 
 
@@ -149,6 +149,13 @@ class Shelf:
         """Returns where the content of a file is."""
         return self._folder / f"{id}.jsonl"
 
+    def said(self, error: MainstemError | OSError) -> str:
+        """Returns what failed, without the server's paths."""
+        if isinstance(error, OSError):
+            why = type(error).__name__ if error.errno is None else os.strerror(error.errno)  # it may name folders, too
+            return f"The server cannot read or write its files: {why}."
+        return str(error).replace(f"{self._folder}{os.sep}", "")
+
     def reserve(self, owner: str, id: str, size: int) -> bool:
         """Counts a file that has no record yet, or has grown; returns whether its owner may have so many bytes."""
         with self._lock:
@@ -204,9 +211,10 @@ class Shelf:
             return self._unfinished()
 
     def delete(self, id: str) -> None:
-        """Deletes an object and its content."""
+        """Deletes an object and its content, if it is there."""
         with self._lock:
-            self._drop(id)
+            if id in self._records:
+                self._drop(id)
 
     def in_use(self, id: str) -> bool:
         """Whether a batch that has not ended needs a file."""

@@ -5,6 +5,8 @@ from __future__ import annotations
 import email
 import re
 from collections.abc import Callable
+from email.message import Message
+from email.utils import collapse_rfc2231_value
 from typing import IO
 
 import anyio
@@ -89,12 +91,12 @@ class Form:
             raise wrong("body", "the head of a part is too long")
         if not found:
             return False
-        read = email.message_from_bytes(head)
+        read = email.message_from_string(head.decode(errors="replace"))
         name = read.get_param("name", header="content-disposition")
         if not isinstance(name, str) or name in self._parts or (name == "file" and self.filename is not None):
             raise wrong("body", "each part must have a name of its own")
         if name == "file":
-            self.filename = read.get_filename() or "upload"
+            self.filename = _filename(read) or "upload"
         else:
             self._parts[name] = b""
         self._field, self._buffer = name, rest
@@ -109,13 +111,25 @@ class Form:
                 raise wrong(self._field[:100], "the fields of the form are too long")
 
 
+def _filename(head: Message) -> str:
+    """Returns the name of a file: that of `filename*` (RFC 5987), which has a charset, before a plain one."""
+    given = head.get_params(failobj=[], header="content-disposition")
+    named = [value for name, value in given if name.lower() == "filename"]
+    try:
+        found = next((collapse_rfc2231_value(value) for value in named if isinstance(value, tuple)), None)
+    except ValueError:
+        raise wrong("filename*", "must be UTF-8''NAME") from None
+    name = found or (str(named[0]) if named else "")
+    return name.encode(errors="replace").decode()
+
+
 async def read_upload(http: Request, file: IO[bytes], fits: Callable[[int], bool]) -> Form:
     """Reads the form of a request.
 
     Args:
         http: the request.
         file: gets the file.
-        fits: is told the bytes of the body so far, and returns whether they may be kept.
+        fits: is told the bytes of the body so far, and returns whether they may be kept. It is called on a thread.
 
     Raises:
         ApiError: 413; they may not. 400; it is no form.
@@ -124,12 +138,18 @@ async def read_upload(http: Request, file: IO[bytes], fits: Callable[[int], bool
     """
     form, size = Form(http.headers.get("content-type", ""), file), 0
     declared = http.headers.get("content-length", "")
-    if fits(int(declared) if declared.isdecimal() else 0):
+
+    def feed(piece: bytes) -> bool:
+        kept = fits(size)
+        if kept:
+            form.feed(piece)
+        return kept
+
+    if await anyio.to_thread.run_sync(fits, int(declared) if declared.isdecimal() else 0):
         async for piece in http.stream():
             size += len(piece)
-            if not fits(size):
+            if not await anyio.to_thread.run_sync(feed, piece):
                 break
-            await anyio.to_thread.run_sync(form.feed, piece)
         else:
             return form
     message = "The file is too large: no more is left for the files of this key (option --batch-bytes)."
