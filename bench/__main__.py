@@ -24,6 +24,7 @@ NAMES = (
     "edits",
     "scores",
     "batch",
+    "batch-runs",
     "fleet",
     "states",
     "marks",
@@ -110,8 +111,8 @@ def _run(name: str, report: Report, options: argparse.Namespace) -> None:
     if name == "core":
         core.run(core.QUICK if report.quick else core.Settings(), report)
         return
-    if name in ("edits", "scores", "servers", "bits"):  # need packages that not all have
-        module = import_module(f"bench.{name}")
+    if name in ("edits", "scores", "batch-runs", "servers", "bits"):  # need packages that not all have
+        module = import_module(f"bench.{name.replace(chr(45), chr(95))}")
         module.run(module.QUICK if report.quick else module.Settings(), report)
         return
     if name == "policies":
