@@ -20,7 +20,7 @@ export PIP_DISABLE_PIP_VERSION_CHECK := 1
 export TOKENIZERS_PARALLELISM := false
 
 .PHONY: help demo serve core test quick test-slow test-all nightly test-gemma test-lmcache test-sglang test-hf test-routers test-clients test-vllm test-fleet fleet-demo lint \
-	bench record bench-index bench-core bench-policies bench-agents bench-edits bench-scores bench-batch bench-tiers bench-store-faults bench-engines \
+	bench record bench-index bench-core bench-policies bench-agents bench-edits bench-scores bench-batch bench-batch-runs bench-tiers bench-store-faults bench-engines \
 	bench-models bench-plan bench-servers bench-bits bench-fleet test-gpu bench-gpu simulate simulate-campaign mutants mutants-sampled spin fuzz native coverage instructions dist test-dist stub docs pictures house clean
 help:
 	@echo "make demo    answer real prompts with a real model, cold and from the cache"
@@ -60,6 +60,7 @@ help:
 	@echo "make bench-edits   what clients that change their prompts cost, without rules and with them (ARGS=--quick)"
 	@echo "make bench-scores  what an evaluation by lm_eval takes, with scores beside pages, without, and elsewhere"
 	@echo "make bench-batch   what is computed of a batch in several orders (ARGS=\"--trace FILE\" adds your trace)"
+	@echo "make bench-batch-runs  a batch from a file to a file, beside the file's order and vLLM's run-batch"
 	@echo "make bench-fleet   the router of a fleet beside others, and first tokens from a peer and from the store"
 	@echo "make bench-tiers   copies between tiers, by tier, back end and page size"
 	@echo "make bench-store-faults  time to the first token beside a dead, hung or lying store"
@@ -354,6 +355,9 @@ bench-scores: $(VENV)/release $(CLIENTS)/ready $(if $(findstring --quick,$(ARGS)
 
 bench-batch: $(VENV)/release
 	$(BIN)/python -m bench batch $(ARGS)
+
+bench-batch-runs: $(VENV)/release $(if $(findstring --quick,$(ARGS)),,$(VLLM)/ready)
+	$(BIN)/python -m bench batch-runs $(ARGS)
 
 bench-fleet: $(VENV)/release $(ROUTERS)/ready
 	$(BIN)/python -m bench fleet $(ARGS)

@@ -14,6 +14,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Mapping, Sequence
+from contextlib import closing
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -121,7 +122,7 @@ def _arrival(lines: Path, answers: Path, model: Path, settings: Settings, tokens
     served = replace(own, command=f"{command} --max-running {settings.at_once} --precompute-turns 0")
     with (
         Hosted(served, model, lines.with_suffix(".log"), stopped=False) as server,
-        Requests(lines) as asked,
+        closing(Requests(lines)) as asked,
         answers.open("w") as file,
     ):
 

@@ -226,6 +226,20 @@ def _batch(records: Records) -> str:
     return table(["batch", "% held", "tokens", *next(iter(found.values()))], lines)
 
 
+def _batch_runs(records: Records) -> str:
+    """Seconds and computed tokens of a whole batch, by how it was run."""
+    if "batch-runs" not in records:
+        return "Not recorded yet."
+    rows = records["batch-runs"]["rows"]
+    ours_s = rows[0]["seconds"]
+    lines = (
+        [f"`{row['way']}`", f"{row['requests']:,}", f"{row['seconds']:.0f}", f"{row['seconds'] / ours_s:.1f}",
+         f"{row['prompt_tokens']:,}", f"{row['computed']:,}", f"{row['over_least']:.2f}"]
+        for row in rows
+    )  # fmt: skip
+    return table(["", "requests", "s", "times", "prompt tokens", "computed", "over the least"], lines)
+
+
 def _batch_ends(records: Records) -> str:
     """Steps of short batches over the least, by order."""
     rows, orders = records["batch"]["ends"], records["batch"]["settings"]["orders"]
@@ -291,6 +305,7 @@ CACHES: Mapping[str, Callable[[Records], str]] = {
     "edits": _edits,
     "batch": _batch,
     "batch ends": _batch_ends,
+    "batch runs": _batch_runs,
     "plan": _plan,
     "codec": _codec,
     "states": _states,

@@ -194,7 +194,7 @@ class FakeStream:
         times = (0.001, 0.02, 0.04)
         usage = Usage(
             len(request.tokens), self._cached, made, *times, prefixes=self._prefixes(), phases=engine.phases,
-            explanation=explanation,
+            explanation=explanation, weight_versions=engine.weight_versions,
         )  # fmt: skip
         return Delta("", (), (), reason, usage, error, stop)
 
@@ -243,6 +243,7 @@ class FakeEngine:
         self.missed: dict[str, int] = {}
         self.adapters: tuple[str, ...] = ()
         self.updates: list[tuple[str, str, int]] = []
+        self.weight_versions: tuple[tuple[int, int], ...] = ((0, 0),)
         self.adapter_paths: dict[str, str] = {}
         self.removed: list[tuple[list[int], Any]] = []
         self.advised: list[tuple[str, list[int], Any, float | None]] = []

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -340,6 +341,38 @@ def test_an_answer_says_which_weights_made_its_tokens_once_they_have_changed() -
     changed = replace(usage, weight_versions=((0, 2), (1, 3)))
     found = msgspec.to_builtins(usage_body([changed, usage], 2).weight_versions)
     assert found == [[{"version": 0, "tokens": 2}, {"version": 1, "tokens": 3}], [{"version": 0, "tokens": 0}]]
+
+
+@pytest.mark.parametrize(
+    ("path", "fields"),
+    [
+        ("completions", {"prompt": "x"}),
+        ("chat/completions", {"messages": [{"role": "user", "content": "x"}]}),
+        ("responses", {"input": "x"}),
+        ("messages", {"messages": [{"role": "user", "content": "x"}], "max_tokens": 3}),
+        ("score", {"text_1": "x", "text_2": "y"}),
+    ],
+)
+def test_every_api_says_which_weights_made_an_answer(path: str, fields: dict[str, Any]) -> None:
+    engine = FakeEngine()
+    server = client(engine)
+
+    def usages(**more: Any) -> list[Any]:
+        response = server.post(f"/v1/{path}", json={"model": "fake", **fields, **more})
+        assert response.status_code == 200, response.text
+        if not more:
+            return [response.json()["usage"]]
+        events = [json.loads(line[6:]) for line in response.text.splitlines() if line.startswith("data: {")]
+        return [used for each in events if (used := each.get("usage") or each.get("response", {}).get("usage"))]
+
+    assert not any("weight_versions" in each for each in usages())
+    engine.weight_versions = ((2, 1), (3, 2))
+    said = [{"version": 2, "tokens": 1}, {"version": 3, "tokens": 2}]
+    [whole] = usages()
+    assert whole["weight_versions"] == [said] * (2 if path == "score" else 1)
+    if path != "score":
+        options = {} if path in ("responses", "messages") else {"stream_options": {"include_usage": True}}
+        assert usages(stream=True, **options)[-1]["weight_versions"] == [said]
 
 
 def test_a_group_is_a_hint() -> None:

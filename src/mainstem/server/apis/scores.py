@@ -29,7 +29,7 @@ from mainstem.runtime.scoring import requests_of
 from mainstem.server import errors
 from mainstem.server.apis.bodies import decode_known
 from mainstem.server.apis.embeddings import Compute
-from mainstem.server.apis.replies import PromptTokensDetails, scores_of, usage_body
+from mainstem.server.apis.replies import Generated, PromptTokensDetails, scores_of, usage_body
 from mainstem.server.fields.rules import Field, Rules, Unheeded
 from mainstem.server.parts import Parts
 from mainstem.server.transport import json_response
@@ -87,6 +87,7 @@ class ScoreUsage(Struct):
     prompt_tokens: int
     total_tokens: int
     prompt_tokens_details: PromptTokensDetails | UnsetType = UNSET
+    weight_versions: list[list[Generated]] | UnsetType = UNSET
 
 
 class ScoreItem(Struct):
@@ -209,8 +210,8 @@ class Scores:
         found = [first_of(likely[at : at + labels]) for at in range(0, len(likely), labels)]
         usages = [answer[-1].usage for answer in answers]
         usage = usage_body([each for each in usages if each is not None], 1)
-        details = usage.prompt_tokens_details
-        return judged, found, ScoreUsage(usage.prompt_tokens, usage.prompt_tokens, details)
+        counted = usage.prompt_tokens, usage.prompt_tokens, usage.prompt_tokens_details, usage.weight_versions
+        return judged, found, ScoreUsage(*counted)
 
     def _made(self, body: ScoreRequest | RerankRequest, tenant: bytes | None) -> Judged:
         """Makes the prompts of a request."""

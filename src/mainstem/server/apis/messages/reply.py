@@ -21,7 +21,7 @@ from msgspec import UNSET, Struct, UnsetType
 from mainstem.errors import RequestTooLong
 from mainstem.runtime.request import Delta, TokenLogprob
 from mainstem.server.apis.blocks import Block, BlockReply
-from mainstem.server.apis.replies import Explained, UsageBody, named_event
+from mainstem.server.apis.replies import Explained, Generated, UsageBody, named_event
 from mainstem.server.errors import ApiError
 from mainstem.server.parsing.output import Call, Reasoning
 from mainstem.server.watch.diagnosis import Finding
@@ -77,6 +77,7 @@ class MessageUsage(Struct):
     cache_creation: CacheCreation | UnsetType = UNSET
     output_tokens_details: ThinkingTokens | UnsetType = UNSET
     prompt_rewrites: list[RewriteBody] | UnsetType = UNSET
+    weight_versions: list[list[Generated]] | UnsetType = UNSET
 
 
 class MessageBody(Struct):
@@ -141,7 +142,9 @@ class MessageReply(BlockReply):
         created = CacheCreation(by_ttl.get("5m", 0), by_ttl.get("1h", 0))
         thinking = ThinkingTokens(self.answer.reasoning_tokens)
         rest = usage.prompt_tokens - read - added
-        counted = MessageUsage(rest, usage.completion_tokens, read, added, created, thinking, usage.prompt_rewrites)
+        counted = MessageUsage(
+            rest, usage.completion_tokens, read, added, created, thinking, usage.prompt_rewrites, usage.weight_versions
+        )
         content = [_content(block) for block in self.answer.blocks]
         return self._body(content, self._stop_reason(), self.answer.last.stop, counted)
 

@@ -24,6 +24,7 @@ from mainstem.server.apis.blocks import Block, BlockReply
 from mainstem.server.apis.generation import Conversation
 from mainstem.server.apis.replies import (
     Explained,
+    Generated,
     PromptTokensDetails,
     UsageBody,
     chosen_token,
@@ -77,6 +78,7 @@ class ResponseUsage(Struct):
     output_tokens_details: OutputDetails
     total_tokens: int
     prompt_rewrites: list[RewriteBody] | UnsetType = UNSET
+    weight_versions: list[list[Generated]] | UnsetType = UNSET
 
 
 class Reason(Struct):
@@ -201,6 +203,7 @@ class ResponseReply(BlockReply):
             OutputDetails(self.answer.reasoning_tokens),
             usage.total_tokens,
             usage.prompt_rewrites,
+            usage.weight_versions,
         )
         if self._extras.keep is not None:
             self._extras.keep(body)
