@@ -25,6 +25,7 @@ NAMES = (
     "scores",
     "batch",
     "batch-runs",
+    "batch-serving",
     "fleet",
     "states",
     "marks",
@@ -111,7 +112,7 @@ def _run(name: str, report: Report, options: argparse.Namespace) -> None:
     if name == "core":
         core.run(core.QUICK if report.quick else core.Settings(), report)
         return
-    if name in ("edits", "scores", "batch-runs", "servers", "bits"):  # need packages that not all have
+    if name in ("edits", "scores", "batch-runs", "batch-serving", "servers", "bits"):  # need packages that not all have
         module = import_module(f"bench.{name.replace(chr(45), chr(95))}")
         module.run(module.QUICK if report.quick else module.Settings(), report)
         return

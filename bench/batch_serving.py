@@ -3,12 +3,11 @@
 One server, on this machine: turns with a batch and without one alternate, so that whatever else the machine does hits
 both. Users send prompts that share nothing, at random times. The server's batch shares beginnings, as batches do.
 
-    python -m bench.batch_serving [--turns N]
+Percentiles are of all turns of a kind together.
 """
 
 from __future__ import annotations
 
-import argparse
 import json
 import random
 import subprocess
@@ -17,6 +16,7 @@ import tempfile
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from statistics import quantiles
 from typing import Any
@@ -26,6 +26,8 @@ from rigs.servers import free_port
 from rigs.serving import tiny_folder
 
 from bench.client import Client
+from bench.report import Report
+from bench.tables import goals_table
 
 GOAL = 1.1
 """The p99 of the first token with a batch is at most so many times that without one."""
@@ -34,6 +36,16 @@ _SIZES = {"hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 6} 
 _REQUESTS, _MEAN_S = 40, 0.4  # of a turn, and between two of them
 _PROMPT, _ANSWER = 400, 16  # tokens of a user
 _DOCUMENTS, _QUESTIONS, _LONG = 20, 200, 600  # of the batch: documents, requests to each, tokens of a document
+
+
+@dataclass(frozen=True)
+class Settings:
+    """Settings of the benchmark. `turns`: with a batch, and as many without one."""
+
+    turns: int = 10
+
+
+QUICK = Settings(turns=1)
 
 
 @contextmanager
@@ -96,25 +108,27 @@ def measure(url: str, turns: int) -> dict[str, Any]:
     turn(client, dice)
     answered = 0
     for number in range(2 * turns):
-        beside = number % 2 == 1
-        if beside:
-            asked = {"input_file_id": file, "endpoint": "/v1/completions", "completion_window": "24h"}
-            id = http.post("/v1/batches", json=asked).raise_for_status().json()["id"]
-            while http.get(f"/v1/batches/{id}").json()["request_counts"]["completed"] < 1:
-                time.sleep(0.1)
-        times[beside] += turn(client, dice)
-        if beside:
-            answered += http.get(f"/v1/batches/{id}").json()["request_counts"]["completed"]
-            http.post(f"/v1/batches/{id}/cancel")
-            while http.get(f"/v1/batches/{id}").json()["status"] != "cancelled":
-                time.sleep(0.1)
-        print(number, {key: percentiles(each) for key, each in times.items() if each}, flush=True)
-    return {
-        "requests": len(times[True]), "answered": answered,
-        **{f"{name}_{what}": each for what, way in (("alone", False), ("beside", True))
-           for name, each in zip(("p50_s", "p90_s", "p99_s"), percentiles(times[way]), strict=True)},
-        "ratio": percentiles(times[True])[-1] / percentiles(times[False])[-1],
-    }  # fmt: skip
+        if number % 2 == 0:
+            times[False] += turn(client, dice)
+            continue
+        asked = {"input_file_id": file, "endpoint": "/v1/completions", "completion_window": "24h"}
+        path = f"/v1/batches/{http.post('/v1/batches', json=asked).raise_for_status().json()['id']}"
+        while http.get(path).json()["request_counts"]["completed"] < 1:
+            time.sleep(0.1)
+        times[True] += turn(client, dice)
+        answered += http.get(path).json()["request_counts"]["completed"]
+        http.post(f"{path}/cancel")
+        while http.get(path).json()["status"] != "cancelled":
+            time.sleep(0.1)
+    return row(times[False], times[True]) | {"answered": answered}
+
+
+def row(alone: Sequence[float], beside: Sequence[float]) -> dict[str, Any]:
+    """Returns the percentiles of first tokens without a batch and beside one, and their ratios."""
+    found: dict[str, Any] = {"requests": len(beside)}
+    for name, without, with_it in zip(("p50", "p90", "p99"), percentiles(alone), percentiles(beside), strict=True):
+        found |= {f"{name}_alone_s": without, f"{name}_beside_s": with_it, f"{name}_ratio": with_it / without}
+    return found
 
 
 def percentiles(times: Sequence[float]) -> list[float]:
@@ -123,14 +137,12 @@ def percentiles(times: Sequence[float]) -> list[float]:
     return [round(found[at - 1], 4) for at in (50, 90, 99)]
 
 
-def main() -> None:
-    """Prints the figures as one JSON object."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--turns", type=int, default=10)
-    options = parser.parse_args()
+def run(settings: Settings, report: Report) -> None:
+    """Measures, and judges the goal."""
+    report.settings.update(asdict(settings), model=_SIZES)
     with tempfile.TemporaryDirectory() as folder, serving(Path(folder)) as url:
-        print(json.dumps(measure(url, options.turns)))
-
-
-if __name__ == "__main__":
-    main()
+        report.rows.append(measure(url, settings.turns))
+    ratio = report.rows[0]["p99_ratio"]
+    what = "p99 of first tokens beside a batch, over that without one"
+    report.more["goals"] = [{"what": what, "goal": GOAL, "unit": "ratio", "measured": ratio, "met": ratio <= GOAL}]
+    report.tables.append(goals_table(report.more["goals"]))

@@ -240,6 +240,23 @@ def _batch_runs(records: Records) -> str:
     return table(["", "requests", "s", "times", "prompt tokens", "computed", "over the least"], lines)
 
 
+def _batch_serving(records: Records) -> str:
+    """What users wait for beside a batch and without one."""
+    if "batch-serving" not in records:
+        return "Not recorded yet."
+    [row] = records["batch-serving"]["rows"]
+    names = ("p50", "p90", "p99")
+    lines = (
+        [what, *(f"{row[f'{name}_{key}']:{form}}" for name in names)]
+        for what, key, form in (
+            ("without, s", "alone_s", ".3f"),
+            ("beside, s", "beside_s", ".3f"),
+            ("ratio", "ratio", ".2f"),
+        )
+    )
+    return table(["first tokens", *names], lines)
+
+
 def _batch_ends(records: Records) -> str:
     """Steps of short batches over the least, by order."""
     rows, orders = records["batch"]["ends"], records["batch"]["settings"]["orders"]
@@ -306,6 +323,7 @@ CACHES: Mapping[str, Callable[[Records], str]] = {
     "batch": _batch,
     "batch ends": _batch_ends,
     "batch runs": _batch_runs,
+    "batch serving": _batch_serving,
     "plan": _plan,
     "codec": _codec,
     "states": _states,

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from bench import batch_runs
+from bench import batch_runs, batch_serving
 from bench.client import ServerFailed
 
 SETTINGS = batch_runs.Settings(documents=5, questions=4, words=20, answer=3)
@@ -47,3 +47,9 @@ def test_an_answer_that_is_an_error_has_no_figures(tmp_path: Path) -> None:
     file.write_text(json.dumps({"custom_id": "a", "response": {"status_code": 400, "body": {"error": {}}}}) + "\n")
     with pytest.raises(ServerFailed, match="a has no answer"):
         batch_runs.read(file)
+
+
+def test_users_beside_a_batch_are_compared_percentile_by_percentile() -> None:
+    row = batch_serving.row([0.1] * 50 + [0.2] * 50, [0.1] * 50 + [0.3] * 50)
+    assert row["requests"] == 100 and row["p50_ratio"] == pytest.approx(4 / 3)
+    assert (row["p99_alone_s"], row["p99_beside_s"]) == (0.2, 0.3) and row["p99_ratio"] == pytest.approx(1.5)
