@@ -406,11 +406,11 @@ class Scheduler:
 
     def _yield(self) -> bool:
         """Whether requests that nobody waits for compute nothing in this step, which counts for their share."""
-        lowest = {sequence.lowest for held in (self._running, self._queue.sequences) for sequence in held.values()}
-        if False not in lowest:
+        held, share = (self._running, self._queue.sequences), self._limits.batch_share
+        if all(sequence.lowest for each in held for sequence in each.values()):
             return False
-        self._shared += True in lowest
-        share = self._limits.batch_share
+        if share:  # else the first request says all, however many wait
+            self._shared += any(sequence.lowest for each in held for sequence in each.values())
         return int(self._shared * share) == int((self._shared - 1) * share)
 
     def _somebody_queues(self) -> bool:
