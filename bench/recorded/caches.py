@@ -241,7 +241,7 @@ def _batch_runs(records: Records) -> str:
 
 
 def _batch_serving(records: Records) -> str:
-    """What users wait for beside a batch and without one."""
+    """First tokens of users, beside a batch and without one."""
     if "batch-serving" not in records:
         return "Not recorded yet."
     [row] = records["batch-serving"]["rows"]

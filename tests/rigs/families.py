@@ -156,7 +156,7 @@ def tokenizer_of(name: str) -> PreTrainedTokenizerFast:
 
 
 def _text() -> str:
-    """What the tokenizers are trained on: sentences of made-up words, the frequent ones short, and other scripts."""
+    """Makes the text that trains tokenizers: sentences of made-up words, frequent ones short, and other scripts."""
     draw = random.Random(0)
     parts = ("ba", "con", "de", "er", "fi", "gra", "in", "ka", "lo", "men", "no", "pre", "re", "st", "tion", "un", "wi")
     words = ["".join(draw.choices(parts, k=1 + at // 60)) for at in range(300)]
