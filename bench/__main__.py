@@ -113,7 +113,7 @@ def _run(name: str, report: Report, options: argparse.Namespace) -> None:
         core.run(core.QUICK if report.quick else core.Settings(), report)
         return
     if name in ("edits", "scores", "batch-runs", "batch-serving", "servers", "bits"):  # need packages that not all have
-        module = import_module(f"bench.{name.replace(chr(45), chr(95))}")
+        module = import_module("bench." + name.replace("-", "_"))
         module.run(module.QUICK if report.quick else module.Settings(), report)
         return
     if name == "policies":

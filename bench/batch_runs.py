@@ -23,20 +23,19 @@ from typing import Any
 import anyio
 import numpy as np
 from rich.table import Table
-from transformers import AutoTokenizer
+from transformers import AutoConfig, AutoTokenizer
 
-import mainstem
 from bench.client import ServerFailed
 from bench.hosted import SYSTEMS, THREADS, Hosted
 from bench.report import Report
 from mainstem.batch.answers import Failure, Response
 from mainstem.batch.lines import Requests
+from mainstem.batch.plan import plan
 from mainstem.batch.runner import Runner, to_server
 
 OURS, ARRIVAL, VLLM = "mainstem batch", "mainstem serve, as in the file", "vllm run-batch"
 WAYS = (OURS, ARRIVAL, VLLM)
 _PAGE = 32  # tokens of a block of vLLM's on a CPU; room is a multiple of it
-_TOKEN_BYTES = 2 * 30 * 3 * 64 * 4  # of the keys and values of SmolLM2-135M in float32
 _RETRY_S = 600.0
 
 
@@ -94,16 +93,10 @@ def prompts(model: Path, lines: Sequence[Mapping[str, Any]]) -> list[np.ndarray[
     return [np.array(tokenizer.encode(text, add_special_tokens=False), np.int32) for text in spoken]
 
 
-def computed(tokens: Sequence[Sequence[int] | np.ndarray[Any, Any]]) -> int:
-    """Returns the prompt tokens that a cache with room for everything computes."""
-    cache = mainstem.PrefixCache(pages=1 + sum(map(len, tokens)), page_size=1)
-    total = 0
-    for each in tokens:
-        lease = cache.lease(each)
-        total += len(each) - lease.hit
-        lease.reserve(len(each) - lease.hit)
-        lease.finish()
-    return total
+def token_bytes(model: Path) -> int:
+    """Returns the bytes of a token's keys and values in float32."""
+    config = AutoConfig.from_pretrained(model)
+    return 2 * 4 * int(config.num_hidden_layers * config.num_key_value_heads * config.head_dim)
 
 
 # ---------------------------------------------------------------- the ways
@@ -111,15 +104,16 @@ def computed(tokens: Sequence[Sequence[int] | np.ndarray[Any, Any]]) -> int:
 
 def _ours(lines: Path, answers: Path, model: Path, settings: Settings, tokens: int) -> float:
     command = [sys.executable, "-m", "mainstem.cli", "batch", lines, "--output", answers, "--model", model]
-    command += ["--served-model-name", model.name, "--dtype", "float32", "--kv-bytes", tokens * _TOKEN_BYTES]
+    command += ["--served-model-name", model.name, "--dtype", "float32", "--kv-bytes", tokens * token_bytes(model)]
     command += ["--max-running", settings.at_once, "--concurrency", settings.at_once]
     return _timed(command, {})
 
 
 def _arrival(lines: Path, answers: Path, model: Path, settings: Settings, tokens: int) -> float:
     own = next(each for each in SYSTEMS if each.name == "Mainstem")
-    command = f"-m mainstem.cli serve {{model}} --port {{port}} --dtype float32 --kv-bytes {tokens * _TOKEN_BYTES}"
-    served = replace(own, command=f"{command} --max-running {settings.at_once} --precompute-turns 0")
+    command = "-m mainstem.cli serve {model} --port {port} --dtype float32"
+    rest = f"--max-running {settings.at_once} --precompute-turns 0"
+    served = replace(own, command=f"{command} --kv-bytes {tokens * token_bytes(model)} {rest}")
     with (
         Hosted(served, model, lines.with_suffix(".log"), stopped=False) as server,
         closing(Requests(lines)) as asked,
@@ -201,7 +195,7 @@ def run(settings: Settings, report: Report) -> None:
     longest = max(map(len, tokens))
     room = (settings.held * longest + settings.at_once * (longest + settings.answer)) // _PAGE * _PAGE
     report.settings["cache_tokens"] = room
-    least = computed(tokens)
+    least = plan(tokens, page_size=1).least
     vllm = next(each for each in SYSTEMS if each.name == "vLLM").version()
     report.more["counts"] = [{"least": least, "cache_tokens": room}]
     with TemporaryDirectory() as name:

@@ -298,8 +298,11 @@ class Process:
                 if self.world.chance(0.3):
                     call.run()
 
-    def _locked_and_evicted(self, name: str) -> int:
-        """Returns the pages of a component that are locked on the device, and are not there."""
+    def _locked_and_absent(self, name: str) -> int:
+        """Returns the pages of a component that are locked on the device, and counted as retained, but are not there.
+
+        A prefix that ends where a chunk begins locks the chunk before it, needed or not.
+        """
         nodes = [view for view in self.cache.tree.nodes() if view.cells[name, _DEVICE].locks]
         return sum(view.length // self.cache.page_size for view in nodes if not view.cells[name, _DEVICE].present)
 
@@ -321,8 +324,10 @@ class Process:
         stats = self.cache.stats()
         private = sum(pool.private for pool in stats.pools.values())
         require(stats.leases.open == 0 and private == 0, "a page or lease is held after the end", stats)
-        # A prefix that ends where a chunk begins locks, and counts, the chunk before it, which may have been evicted.
-        locked = {name: pool.locked + self._locked_and_evicted(name) for name, pool in stats.pools.items()}
+        locked = {
+            name: pool.locked + (self._locked_and_absent(name) if isinstance(component, Chunked) else 0)
+            for (name, pool), component in zip(stats.pools.items(), self.components, strict=True)
+        }
         require(locked == stats.retention.device, "a page is locked after the end", stats)  # what anchors keep is
         self.cache.flush()
         for pool in (*self.pools(_DEVICE), *self.pools(_HOST)):

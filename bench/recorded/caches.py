@@ -145,8 +145,6 @@ def _policies(records: Records) -> str:
 
 def _agents(records: Records) -> str:
     """Hits in percent with true, wrong and no hints, and the mean time of a job with true ones and without."""
-    if "agents" not in records:
-        return "Not recorded yet."
     found: dict[tuple[str, float], dict[tuple[str, str], Row]] = {}
     for row in records["agents"]["rows"]:
         found.setdefault((row["workload"], row["percent"]), {})[row["policy"], row["way"]] = row
@@ -167,8 +165,6 @@ def _agents(records: Records) -> str:
 
 def _agents_tails(records: Records) -> str:
     """Quantiles of the time to the first token, as computed and as measured."""
-    if "agents" not in records:
-        return "Not recorded yet."
     ways = (("lru", ""), ("tail", ""), ("gittins", ""), ("lru", "hints"), ("tail", "hints"))
     bounds = (("optimum", ""), ("unlimited", ""))
     found: dict[tuple[str, float], dict[tuple[str, str], Row]] = {}
@@ -199,8 +195,6 @@ def _agents_tails(records: Records) -> str:
 
 def _edits(records: Records) -> str:
     """Prompt tokens computed over those that are new, by what clients change and by the way they are served."""
-    if "edits" not in records:
-        return "Not recorded yet."
     rows = records["edits"]["rows"]
     found = {(row["edit"], row["room"], row["way"]): row for row in rows}
     ways = list(dict.fromkeys(row["way"] for row in rows))
@@ -228,8 +222,6 @@ def _batch(records: Records) -> str:
 
 def _batch_runs(records: Records) -> str:
     """Seconds and computed tokens of a whole batch, by how it was run."""
-    if "batch-runs" not in records:
-        return "Not recorded yet."
     rows = records["batch-runs"]["rows"]
     ours_s = rows[0]["seconds"]
     lines = (
@@ -242,8 +234,6 @@ def _batch_runs(records: Records) -> str:
 
 def _batch_serving(records: Records) -> str:
     """First tokens of users, beside a batch and without one."""
-    if "batch-serving" not in records:
-        return "Not recorded yet."
     [row] = records["batch-serving"]["rows"]
     names = ("p50", "p90", "p99")
     lines = (
@@ -291,8 +281,6 @@ def _states(records: Records) -> str:
 
 def _codec(records: Records) -> str:
     """What codecs of stored pages cost."""
-    if "codec" not in records:
-        return "Not recorded yet."
     lines = (
         [
             row["codec"],

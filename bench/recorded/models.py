@@ -60,8 +60,6 @@ def _loading(records: Records) -> str:
 
 def _throttled(records: Records) -> str:
     """The first token of stored prompts on this CPU, from a store at the end of a link of a given rate."""
-    if "throttled" not in records:
-        return "Not recorded yet."
     lines = (
         [
             f"{row['rate'] / 1e6:g}",
@@ -80,8 +78,6 @@ def _throttled(records: Records) -> str:
 
 def _kv(records: Records) -> str:
     """What keys and values in 8 bits cost."""
-    if "kv" not in records:
-        return "Not recorded yet."
     exact, *_ = rows = records["kv"]["rows"]
     contexts = [name for name in exact if name.startswith("step_ms")]
     lines = (
@@ -99,8 +95,6 @@ def _kv(records: Records) -> str:
 
 def _weights(records: Records) -> str:
     """What weights of 4 bits cost and give."""
-    if "weights" not in records:
-        return "Not recorded yet."
     record = records["weights"]
     own = record["settings"]["dtype"]
     lines = [
@@ -158,8 +152,6 @@ def _bits(records: Records) -> str:
 
 def _scores(records: Records) -> str:
     """What a question takes, with kept scores and without."""
-    if "scores" not in records:
-        return "Not recorded yet."
     rows = records["scores"]["rows"]
     kept = rows[0]["question_s"]
     lines = (

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from mainstem.batch import lines
-from mainstem.batch.lines import BadBatch, Requests
+from mainstem.batch.lines import MAX_LINE_BYTES, BadBatch, Requests
 from mainstem.errors import MainstemError
 
 
@@ -114,6 +114,14 @@ def test_the_length_of_a_line_is_bounded_and_the_ones_after_it_are_read(tmp_path
     ]  # fmt: skip
     with closing(Requests(written(tmp_path, line("a"), line("bb"), "", line("c")), most_bytes=most)) as requests:
         assert [requests[i].custom_id for i in range(3)] == ["a", "bb", "c"]
+
+
+def test_a_line_has_a_bound_where_no_server_says_less(tmp_path: Path) -> None:
+    path = tmp_path / "requests.jsonl"
+    with open(path, "wb") as file:
+        file.truncate(MAX_LINE_BYTES + 1)
+    with pytest.raises(BadBatch, match="line 1: longer than 268,435,456 bytes"):
+        Requests(path)
 
 
 def test_a_line_without_an_end_takes_no_more_memory_than_one_may_have(tmp_path: Path) -> None:

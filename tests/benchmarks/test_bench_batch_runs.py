@@ -25,10 +25,6 @@ def test_questions_about_a_document_share_it_and_are_shuffled() -> None:
     assert {line["body"]["max_tokens"] for line in made} == {3}
 
 
-def test_the_least_computes_each_beginning_once_and_a_token_of_each_prompt() -> None:
-    assert batch_runs.computed([[1, 2, 3, 4], [1, 2, 3, 5], [7, 8], [1, 2, 3, 4]]) == 4 + 1 + 2 + 1
-
-
 def line(id: str, **usage: object) -> str:
     body = {"choices": [{"message": {"content": id * 2}}], "usage": {"prompt_tokens": 10, **usage}}
     return json.dumps({"custom_id": id, "response": {"status_code": 200, "body": body}}) + "\n"

@@ -182,11 +182,14 @@ class _Job:
 
     def here(self, engine: Engine, names: Sequence[str]) -> None:
         """Lets an engine in this process answer, by the application that serves it."""
+        from mainstem.batch.lines import MAX_LINE_BYTES
         from mainstem.batch.runner import to_app
         from mainstem.server.app import create_app
         from mainstem.settings.server import ServerConfig
 
-        config = ServerConfig(served_model_name=tuple(names), embeddings=True, precompute_turns=0.0)
+        config = ServerConfig(
+            served_model_name=tuple(names), embeddings=True, precompute_turns=0.0, max_body_bytes=MAX_LINE_BYTES
+        )
         app = create_app(engine, config)
         size, self._failure = engine.config.page_size, lambda: engine.failure
         made = self._plan(app.state.generating.prompt, size, engine.pages * size)

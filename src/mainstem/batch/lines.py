@@ -21,13 +21,15 @@ from msgspec import Meta, Struct
 from numpy.typing import NDArray
 
 from mainstem.errors import MainstemError
-from mainstem.settings.server import ServerConfig
 
 URLS = (
     "/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/messages",
     "/v1/embeddings", "/v1/score", "/v1/rerank",
 )  # fmt: skip
 """The routes that a request of a batch may be for."""
+
+MAX_LINE_BYTES = 1 << 28
+"""The longest line, unless a server that answers it says less."""
 
 _MOST_PROBLEMS = 100  # of a file, that are told
 _LONGEST_ID = 128  # characters of a custom_id
@@ -91,7 +93,7 @@ class Requests:
         OSError: the file cannot be read.
     """
 
-    def __init__(self, path: Path, only: str | None = None, *, most_bytes: int = ServerConfig.max_body_bytes) -> None:
+    def __init__(self, path: Path, only: str | None = None, *, most_bytes: int = MAX_LINE_BYTES) -> None:
         self._path, self._most_bytes = path, most_bytes
         self._file = open(path, "rb")  # noqa: SIM115  # `close` closes it
         try:

@@ -16,6 +16,7 @@ from rigs.cache import prefill
 from rigs.components import DEVICE, HOST, KINDS, SIZE, STATES, P, Rig
 from rigs.policy_models import InPython
 
+from mainstem.cache.components import Chunked, Full
 from mainstem.cache.namespaces import Namespace, encode_namespace
 from mainstem.cache.policies import BUILT_IN
 from mainstem.cache.prefix_cache import PrefixCache
@@ -556,6 +557,26 @@ def test_what_the_host_has_is_retained_there(kind: str) -> None:
     assert cached(rig.cache, P) == 8
     rig.cache.flush()
     rig.close()
+
+
+def test_the_chunk_before_a_boundary_counts_though_it_is_gone_and_nothing_is_left_of_it() -> None:
+    """A lock holds the last pages of its prefix, needed or not."""
+    cache = PrefixCache({Full(): 16, Chunked(4): 16}, SIZE)
+    lease = cache.lease([*P, 9])
+    lease.reserve(9)
+    for end in range(2, 9, 2):
+        lease.slide(end - 2, end)
+    lease.publish(8)
+    lease.finish(8)
+    assert cache.retention.pin(P[:4]).positions == 4
+    stats = cache.stats()
+    assert stats.retention.device == {"full": 2, "chunked": 2}
+    assert [pool.locked for pool in stats.pools.values()] == [2, 0]
+    cache.check()
+    assert cache.retention.unpin(P[:4]) == 4
+    assert cache.stats().retention.device == {"full": 0, "chunked": 0}
+    cache.flush()
+    assert all(pool.free == pool.total for pool in cache.stats().pools.values())
 
 
 def test_the_tier_that_keeps_more_is_chosen() -> None:

@@ -150,9 +150,9 @@ class _Run:
 
     async def run(self, send: Send | None) -> None:
         """Runs the batch to its end, or until the server drains."""
-        async with AsyncExitStack() as closing:
+        async with AsyncExitStack() as ends:
             stack = ExitStack()
-            closing.push_async_callback(_on_a_thread, stack.close)
+            ends.push_async_callback(_on_a_thread, stack.close)
             try:
                 requests = await anyio.to_thread.run_sync(self._open, stack)
                 if send is None:
